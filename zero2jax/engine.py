@@ -1,0 +1,262 @@
+"""The training engine: `init`, `step`, `evaluate`, `params` on an unmodified loss function. Global arrays.
+
+`jax.jit`, donation and the checks before tracing live here; `step` holds the pure functions that are jitted.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from zero2jax import losses
+from zero2jax.batches import abstract_batch, check_batch, place_batch
+from zero2jax.gradients import GradientSettings
+from zero2jax.losses import LossFn
+from zero2jax.mesh import DATA_AXIS, check_mesh, replicated
+from zero2jax.optimizer import checked_transformation
+from zero2jax.precision import Precision
+from zero2jax.pytrees import LeafPredicate, PyTree
+from zero2jax.shard_plan import guess_layer_dims
+from zero2jax.state import (
+    Layout,
+    TrainState,
+    make_layout,
+    make_opt_state,
+    make_params,
+    place_params,
+    shapes_of,
+)
+from zero2jax.step import Metrics, StepProgram, check_state
+
+
+class Engine:
+    """Trains `loss_fn` with state sharded over the data axis of `mesh`, as ZeRO stage 0, 1, 2 or 3.
+
+    Args:
+      loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, rng)`, returning the mean over the examples it
+        is given as a scalar, or `(scalar, aux)`; see `zero2jax.losses` for the names in `aux` that have a meaning.
+      tx: any optax transformation.
+      mesh: mesh with an axis `axis_name` and any further axes; all of type Auto.
+      stage: 0 replicates the state; 1 shards masters and optimizer state; 2 also reduces gradients into shards where
+        backward makes them; 3 also gathers parameters again in backward instead of holding them.
+      num_microbatches: each step's batch is cut into this many slices per device, whose gradients are summed.
+      batch_size: if given, every batch must have this many examples over all devices.
+      precision: dtypes; bf16 compute on fp32 masters by default.
+      clip_norm: clip gradients to this global norm before `tx`; None for no clipping.
+      trainable: tree of booleans or predicate `(path, leaf) -> bool`; what is not trainable gets neither gradient
+        nor optimizer state. By default every leaf is trained.
+      param_specs: a PartitionSpec per parameter for mesh axes other than the data axis.
+      layer_dims: number of leading layer dims per parameter (tree of ints, or one int). By default read from the
+        loss if `init` is given a batch, else guessed from the tree.
+      gather: "use" gathers parameters where they are used, "once" gathers them once per step (stage 2), "auto"
+        takes "once" when a stage-2 step has several microbatches.
+      seed: seed of the keys that `loss_fn` gets; they differ per step, device and microbatch, not by stage.
+      axis_name: mesh axis that state is sharded over.
+      compiler_options: for the compilation of this step alone, as for `jax.jit`.
+
+    Example:
+      >>> import zero2jax
+      >>> loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+      >>> engine = Engine(loss, optax.adam(1e-2), zero2jax.make_mesh(data=1))
+      >>> state = engine.init({"w": jnp.ones((4, 2))})
+      >>> state, metrics = engine.step(state, jnp.ones((8, 4)))
+      >>> float(metrics["loss"])
+      16.0
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        tx: optax.GradientTransformation,
+        mesh: Mesh,
+        *,
+        stage: int = 2,
+        num_microbatches: int = 1,
+        batch_size: int | None = None,
+        precision: Precision | None = None,
+        clip_norm: float | None = None,
+        trainable: PyTree | LeafPredicate | None = None,
+        param_specs: PyTree | None = None,
+        layer_dims: PyTree | None = None,
+        gather: str = "auto",
+        seed: int = 0,
+        axis_name: str = DATA_AXIS,
+        compiler_options: Mapping[str, Any] | None = None,
+    ):
+        _check_settings(stage, num_microbatches, gather)
+        self.loss_fn = loss_fn
+        self.mesh = mesh
+        self.stage = stage
+        self.num_shards = check_mesh(mesh, axis_name)
+        self.num_microbatches = num_microbatches
+        self.batch_size = batch_size
+        self.precision = precision or Precision()
+        self.seed = seed
+        self.axis_name = axis_name
+        self._tx = checked_transformation(tx)
+        self._clip_norm = clip_norm
+        self._trainable = trainable
+        self._param_specs = param_specs
+        self._layer_dims = layer_dims
+        self._gather_once = gather == "once" or (gather == "auto" and stage == 2 and num_microbatches > 1)
+        self._compiler_options = dict(compiler_options or {})
+        self._layout: Layout | None = None
+        self._jitted: dict[Any, Any] = {}
+
+    @property
+    def layout(self) -> Layout:
+        """The plans of parameters and optimizer state, known once `init` or `abstract_state` has seen the shapes.
+
+        Raises:
+          ValueError: no parameters have been seen.
+        """
+        if self._layout is None:
+            raise ValueError(
+                "asking the engine where its state rests: it has not seen the parameters. Call engine.init(params) "
+                "first, or engine.abstract_state(shapes) if the state comes from elsewhere."
+            )
+        return self._layout
+
+    def abstract_state(self, params: PyTree, *, batch: PyTree | None = None) -> TrainState:
+        """Shapes, dtypes and shardings of the state, from parameters or their shapes; allocates nothing.
+
+        Args:
+          params: tree of arrays or `jax.ShapeDtypeStruct`s.
+          batch: arrays or shapes of a global batch: the layer dims are then read from the loss function's scans.
+        """
+        shapes = shapes_of(params)
+        layer_dims = self._layer_dims
+        if layer_dims is None and batch is not None:
+            check_batch(batch, self.num_shards, self.num_microbatches, self.batch_size)
+            program = self._program(self._make_layout(shapes, 0))
+            layer_dims = program.layer_dims(
+                program.settings.compute_shapes, abstract_batch(batch, self.mesh, self.axis_name)
+            )
+        elif layer_dims is None:
+            layer_dims = guess_layer_dims(shapes)
+        self._layout = self._make_layout(shapes, layer_dims)
+        self._jitted = {}
+        return self._layout.abstract_state(self.mesh)
+
+    def init(self, params: PyTree | Callable[..., PyTree], *args: Any, batch: PyTree | None = None) -> TrainState:
+        """The state before the first step, straight into shards: no device ever holds a whole copy.
+
+        Args:
+          params: whole parameters (NumPy or JAX arrays), or a function that makes them.
+          *args: arguments for that function, a key say. It runs jitted, each device making its own shards.
+          batch: arrays or shapes of a global batch: the layer dims are then read from the loss function's scans.
+
+        Raises:
+          ValueError: a trainable leaf is not floating; `param_specs` or `trainable` have another structure.
+        """
+        if callable(params):
+            make = functools.partial(params, *args)
+            abstract = self.abstract_state(jax.eval_shape(make), batch=batch)
+            rest = make_params(make, self.layout.params, self.mesh)
+        else:
+            abstract = self.abstract_state(params, batch=batch)
+            rest = place_params(params, self.layout.params, self.mesh)
+        opt_state = make_opt_state(self._tx, rest, self.layout, self.mesh)
+        first = lambda: (jnp.zeros((), jnp.int32), jax.random.key_data(jax.random.key(self.seed)))
+        step, rng = jax.jit(first, out_shardings=(abstract.step.sharding, abstract.rng.sharding))()
+        return TrainState(step, rest, opt_state, rng)
+
+    def step(self, state: TrainState, batch: PyTree, **extra_args: Any) -> tuple[TrainState, Metrics]:
+        """Update once on a global batch. The state is donated: use the one that is returned.
+
+        Args:
+          state: from `init` or the previous step.
+          batch: pytree of arrays (batch, ...), NumPy or JAX; the batch is cut over devices, then microbatches.
+          **extra_args: passed on to the transformation's update, arrays; `value` (the loss) is always passed.
+
+        Returns:
+          The new state, and metrics, replicated scalars unless said otherwise: `loss`, the (weighted) mean over the
+          batch; `grad_norm` and `grad_norm_clipped`, the global norm before and after `clip_norm`; `learning_rate`,
+          NaN if the optimizer's state does not show it (`optax.inject_hyperparams` does); `applied`, whether the
+          update was; `weight`, the total weight; `aux`, what the loss function returned besides, averaged.
+
+        Raises:
+          ValueError: the batch cannot be cut up; the state has another structure; the loss is not a scalar.
+        """
+        check_state(state, self.layout)
+        check_batch(batch, self.num_shards, self.num_microbatches, self.batch_size)
+        placed = place_batch(batch, self.mesh, self.axis_name)
+        return self._jitted_step()(state, placed, extra_args)  # type: ignore[no-any-return]
+
+    def evaluate(self, state: TrainState, batch: PyTree, *, loss_fn: LossFn | None = None) -> Any:
+        """The mean loss over a global batch, without an update; `(loss, aux)` if the loss function returns that.
+
+        Parameters appear where they are used, as in a step. `batch` must divide over the devices only.
+        `loss_fn` stands in for the engine's, to turn dropout off, say. The state is not donated.
+        """
+        check_state(state, self.layout)
+        check_batch(batch, self.num_shards, 1)
+        fun = loss_fn or self.loss_fn
+        key = ("evaluate", fun)
+        if key not in self._jitted:
+            program = self._program(self.layout, fun)
+            self._jitted[key] = jax.jit(program.evaluate, out_shardings=replicated(self.mesh))
+        means = self._jitted[key](state, place_batch(batch, self.mesh, self.axis_name))
+        return means.loss if means.aux is None else (means.loss, means.aux)
+
+    def params(self, state: TrainState) -> PyTree:
+        """Whole parameters on every device, fp32 masters at their true shapes, gathered a layer at a time."""
+        check_state(state, self.layout)
+        if "params" not in self._jitted:
+            program = self._program(self.layout)
+            self._jitted["params"] = jax.jit(program.whole_params, out_shardings=replicated(self.mesh))
+        return self._jitted["params"](state.params)
+
+    def lower(self, batch: PyTree) -> jax.stages.Lowered:
+        """The step lowered for a batch of these shapes (arrays or shapes), to compile, count and audit."""
+        check_batch(batch, self.num_shards, self.num_microbatches, self.batch_size)
+        state = self.layout.abstract_state(self.mesh)
+        return self._jitted_step().lower(state, abstract_batch(batch, self.mesh, self.axis_name), {})  # type: ignore[no-any-return]
+
+    def _jitted_step(self) -> Any:
+        if "step" not in self._jitted:
+            shardings = jax.tree.map(lambda x: x.sharding, self.layout.abstract_state(self.mesh))
+            self._jitted["step"] = jax.jit(
+                self._program(self.layout).step,
+                donate_argnums=0,
+                out_shardings=(shardings, replicated(self.mesh)),
+                compiler_options=self._compiler_options or None,
+            )
+        return self._jitted["step"]
+
+    def _make_layout(self, shapes: PyTree, layer_dims: PyTree) -> Layout:
+        return make_layout(
+            shapes,
+            self._tx,
+            self.mesh,
+            axis_name=self.axis_name,
+            whole="stage 0 keeps the state whole" if self.stage == 0 else "",
+            layer_dims=layer_dims,
+            trainable=self._trainable,
+            param_specs=self._param_specs,
+        )
+
+    def _program(self, layout: Layout, loss_fn: LossFn | None = None) -> StepProgram:
+        settings = GradientSettings(
+            layout.params, layout.trainable, self.stage, self.num_microbatches, self._gather_once, self.precision
+        )
+        loss = losses.normalized(loss_fn or self.loss_fn)
+        return StepProgram(loss, self._tx, self.mesh, layout, settings, self._clip_norm)
+
+
+def _check_settings(stage: Any, num_microbatches: Any, gather: str) -> None:
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"building the engine: stage is {stage!r}; ZeRO has the stages 0, 1, 2 and 3.")
+    if not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise ValueError(
+            f"building the engine: num_microbatches is {num_microbatches!r}; it must be a whole number of at least 1."
+        )
+    if gather not in ("auto", "use", "once") or (gather == "once" and stage != 2):
+        raise ValueError(
+            f"building the engine: gather is {gather!r} at stage {stage}. It is 'auto', 'use' or 'once', and only "
+            f"stage 2 has the choice: stages 0 and 1 gather once, stage 3 at each use."
+        )

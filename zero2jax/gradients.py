@@ -1,0 +1,243 @@
+"""Gradients of one step, from shards of the parameters to shards of the gradients. Per-device code.
+
+Runs inside a `shard_map` that is manual over the data axis; what leaves it are sums over devices and microbatches.
+
+  stage 0, 1   parameters are gathered once; whole gradients accumulate on each device and are all-reduced (0) or
+               reduce-scattered (1) once, after the last microbatch
+  stage 2, 3   parameters appear at their point of use (`point_of_use`), where backward reduce-scatters their gradient;
+               microbatches add into a sharded accumulator
+
+With `gather_once`, stage 2 gathers whole parameters before the microbatches, P bytes instead of K x P for K
+microbatches, and only the gradients are handled at the point of use. Whole stacks of layers are gathered and
+scattered one layer at a time: in one piece, the compiler copies the whole stack into another layout.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zero2jax import jaxprs, losses
+from zero2jax.losses import LossTerms
+from zero2jax.point_of_use import Standin, Use, evaluate, gather, reduce_grad, scan_depths, use_of_leaf
+from zero2jax.precision import Precision
+from zero2jax.pytrees import PyTree
+from zero2jax.shard_plan import LeafPlan, ShardPlan
+
+Loss = Callable[[PyTree, PyTree, jax.Array], LossTerms]
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientSettings:
+    """What is fixed about the gradients when a step is built.
+
+    Attributes:
+      plan: where the parameters rest.
+      trainable: per leaf, whether it has a gradient.
+      stage: ZeRO stage, 0 to 3.
+      num_microbatches: K; each device's batch is cut into K equal slices.
+      gather_once: stage 2 only: gather whole parameters before the microbatches.
+      precision: dtypes.
+    """
+
+    plan: ShardPlan
+    trainable: tuple[bool, ...]
+    stage: int
+    num_microbatches: int
+    gather_once: bool
+    precision: Precision
+
+    @property
+    def axis_name(self) -> str:
+        """The data axis."""
+        return self.plan.axis_name
+
+    def compute_dtype(self, i: int) -> Any:
+        """The dtype in which the loss sees leaf `i`."""
+        leaf = self.plan.leaves[i]
+        return self.precision.compute(leaf) if self.trainable[i] else leaf.dtype
+
+    def use(self, i: int, *, gathered: bool = False) -> Use:
+        """How leaf `i` appears."""
+        return use_of_leaf(self.plan.leaves[i], self.compute_dtype(i), self.axis_name, gathered=gathered)
+
+    @property
+    def compute_shapes(self) -> PyTree:
+        """The parameters as the loss function sees them."""
+        leaves = self.plan.leaves
+        return self.plan.treedef.unflatten(
+            [jax.ShapeDtypeStruct(leaf.shape, self.compute_dtype(i)) for i, leaf in enumerate(leaves)]
+        )
+
+
+class _Strategy(NamedTuple):
+    """How gradients of the trainable leaves come about, in the order of the leaves.
+
+    Fields:
+      gradient: (batch, rng) -> (weight x gradient per leaf, weighted loss terms) of one microbatch.
+      shapes: shape of each gradient.
+      finish: accumulated gradients -> this device's shards of their sum over the devices.
+    """
+
+    gradient: Callable[[PyTree, jax.Array], tuple[list[jax.Array], LossTerms]]
+    shapes: list[tuple[int, ...]]
+    finish: Callable[[list[jax.Array]], list[jax.Array]]
+
+
+def local_gradients(
+    loss: Loss, settings: GradientSettings, params: PyTree, batch: PyTree, rng: jax.Array
+) -> tuple[list[jax.Array], LossTerms]:
+    """Sums over all devices and microbatches of weight x gradient, and of the weighted loss terms.
+
+    Args:
+      loss: from `losses.normalized`.
+      settings: see `GradientSettings`.
+      params: this device's shards at rest.
+      batch: this device's part of the batch; every leaf (B, ...), with B a multiple of K.
+      rng: key of this step, the same on all devices; each device and microbatch gets its own.
+
+    Returns:
+      One gradient shard per trainable leaf, in the shape of its shard at rest and the leaf's reduce dtype, or the
+      accumulation dtype if K > 1 and stage >= 2; and the totals, the same on every device.
+    """
+    shards = settings.plan.treedef.flatten_up_to(params)
+    strategy = (_whole if settings.stage <= 1 else _at_use)(loss, settings, shards)
+    num = settings.num_microbatches
+    first = jax.lax.axis_index(settings.axis_name) * num
+    if num == 1:
+        grads, terms = strategy.gradient(batch, jax.random.fold_in(rng, first))
+    else:
+        grads, terms = _accumulated(strategy, settings, batch, lambda i: jax.random.fold_in(rng, first + i))
+    return strategy.finish(grads), losses.over_devices(terms, settings.axis_name)
+
+
+def _accumulated(
+    strategy: _Strategy, settings: GradientSettings, batch: PyTree, key: Callable[[jax.Array], jax.Array]
+) -> tuple[list[jax.Array], LossTerms]:
+    """Sum gradients over the microbatches in a loop, in the accumulation dtype."""
+    num = settings.num_microbatches
+    slices = jax.tree.map(lambda x: x.reshape(num, x.shape[0] // num, *x.shape[1:]), batch)  # (K, B/K, ...)
+
+    def step(total: list[jax.Array], inputs: Any) -> tuple[list[jax.Array], LossTerms]:
+        i, part = inputs
+        grads, terms = strategy.gradient(part, key(i))
+        return [t + g.astype(t.dtype) for t, g in zip(total, grads, strict=True)], terms
+
+    zeros = [jnp.zeros(shape, settings.precision.accumulate_dtype) for shape in strategy.shapes]
+    grads, stacked = jax.lax.scan(step, zeros, (jnp.arange(num), slices))
+    return grads, losses.over_microbatches(stacked)
+
+
+def _trainable(settings: GradientSettings) -> list[int]:
+    return [i for i, trainable in enumerate(settings.trainable) if trainable]
+
+
+def _weighted_loss(loss: Loss, params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[jax.Array, LossTerms]:
+    terms = losses.weighted(loss(params, batch, rng))
+    return terms.loss, terms
+
+
+def _whole(loss: Loss, settings: GradientSettings, shards: Sequence[jax.Array]) -> _Strategy:
+    """Stages 0 and 1: whole parameters, whole gradients, reduced once."""
+    trained, leaves = _trainable(settings), settings.plan.leaves
+    params = gather_params(settings, shards)
+
+    def objective(trainable: list[jax.Array], batch: PyTree, rng: jax.Array) -> tuple[jax.Array, LossTerms]:
+        full = list(params)
+        for i, x in zip(trained, trainable, strict=True):
+            full[i] = x
+        return _weighted_loss(loss, settings.plan.treedef.unflatten(full), batch, rng)
+
+    def gradient(batch: PyTree, rng: jax.Array) -> tuple[list[jax.Array], LossTerms]:
+        values = [params[i] for i in trained]
+        (_, terms), grads = jax.value_and_grad(objective, has_aux=True)(values, batch, rng)
+        return grads, terms
+
+    def finish(grads: list[jax.Array]) -> list[jax.Array]:
+        return [_reduce_by_layer(settings, i, g) for i, g in zip(trained, grads, strict=True)]
+
+    return _Strategy(gradient, [leaves[i].shape for i in trained], finish)
+
+
+def _at_use(loss: Loss, settings: GradientSettings, shards: Sequence[jax.Array]) -> _Strategy:
+    """Stages 2 and 3: each parameter appears, and its gradient is reduced, where it is used."""
+    trained = _trainable(settings)
+    once = settings.gather_once
+    sources = gather_params(settings, shards) if once else shards
+    uses = [settings.use(i, gathered=once) for i in range(len(sources))]
+    dtypes = [settings.precision.reduce(settings.plan.leaves[i]) for i in trained]
+
+    def objective(ports: list[jax.Array], batch: PyTree, rng: jax.Array) -> tuple[jax.Array, LossTerms]:
+        weighted = lambda params, batch, rng: _weighted_loss(loss, params, batch, rng)
+        port_of = dict(zip(trained, ports, strict=True))
+        standins = [Standin(use, x, port_of.get(i)) for i, (use, x) in enumerate(zip(uses, sources, strict=True))]
+        return _evaluated(weighted, settings, standins, batch, rng, regather=settings.stage == 3)
+
+    def gradient(batch: PyTree, rng: jax.Array) -> tuple[list[jax.Array], LossTerms]:
+        ports = [jnp.zeros(shards[i].shape, dtype) for i, dtype in zip(trained, dtypes, strict=True)]
+        (_, terms), grads = jax.value_and_grad(objective, has_aux=True)(ports, batch, rng)
+        return grads, terms
+
+    return _Strategy(gradient, [shards[i].shape for i in trained], lambda grads: grads)
+
+
+def local_loss(
+    loss: Loss, settings: GradientSettings, params: PyTree, batch: PyTree, rng: jax.Array
+) -> LossTerms:
+    """Totals of the loss terms over all devices, without gradients; parameters appear where they are used."""
+    shards = settings.plan.treedef.flatten_up_to(params)
+    standins = [Standin(settings.use(i), x, None) for i, x in enumerate(shards)]
+    rng = jax.random.fold_in(rng, jax.lax.axis_index(settings.axis_name))
+    terms = _evaluated(loss, settings, standins, batch, rng, regather=False)
+    return losses.over_devices(losses.weighted(terms), settings.axis_name)
+
+
+def _evaluated(
+    fun: Callable[..., Any],
+    settings: GradientSettings,
+    standins: list[Standin],
+    batch: PyTree,
+    rng: jax.Array,
+    *,
+    regather: bool,
+) -> Any:
+    """`fun(params, batch, rng)` with stand-ins in the place of the parameters."""
+    jaxpr, out = jaxprs.trace(fun, settings.compute_shapes, batch, rng)
+    flat = evaluate(jaxpr, [*standins, *jax.tree.leaves((batch, rng))], regather=regather)
+    return jax.tree.unflatten(jax.tree.structure(out), flat)
+
+
+def gather_params(settings: GradientSettings, shards: Sequence[jax.Array]) -> list[jax.Array]:
+    """Every leaf whole, in its compute dtype and without padding, a stack of layers one layer at a time."""
+    uses = [settings.use(i) for i in range(len(shards))]
+    depths = [_loop_dims(leaf) for leaf in settings.plan.leaves]
+    return [
+        _by_layer(gather, use, depth, shard) for use, depth, shard in zip(uses, depths, shards, strict=True)
+    ]
+
+
+def _reduce_by_layer(settings: GradientSettings, i: int, grad: jax.Array) -> jax.Array:
+    leaf = settings.plan.leaves[i]
+    dtype = settings.precision.reduce(leaf)
+    return _by_layer(lambda use, g: reduce_grad(use, g, dtype), settings.use(i), _loop_dims(leaf), grad)
+
+
+def _loop_dims(leaf: LeafPlan) -> int:
+    """How many leading dims a loop over layers takes off; a leaf that is whole needs no loop."""
+    return 0 if leaf.dim is None else leaf.layer_dims
+
+
+def _by_layer(fun: Callable[[Use, jax.Array], jax.Array], use: Use, depth: int, x: jax.Array) -> jax.Array:
+    """`fun(use, x)` for each slice along the first `depth` dims, results stacked again."""
+    if depth == 0:
+        return fun(use, x)
+    return jax.lax.map(lambda layer: _by_layer(fun, use.layer, depth - 1, layer), x)
+
+
+def layer_dims_of_loss(loss: Loss, shapes: PyTree, batch: PyTree, rng: jax.Array) -> PyTree:
+    """The number of leading layer dims per parameter, read from the loss function's scans; shapes are enough."""
+    jaxpr, _ = jaxprs.trace(loss, shapes, batch, rng)
+    leaves, treedef = jax.tree.flatten(shapes)
+    return treedef.unflatten(scan_depths(jaxpr, len(leaves)))

@@ -1,0 +1,138 @@
+"""What a user's loss function returns, brought to one form, and its mean over microbatches and devices.
+
+`loss_fn(params, batch)` or `loss_fn(params, batch, rng)` returns a scalar, or `(scalar, aux)`. The scalar is the
+mean over the examples it was given. Two names in a dict `aux` have a meaning:
+
+  "weight"  a scalar: the loss is a mean over that weight (the number of tokens that count, say). The step's loss and
+            gradient are then the exact weighted mean over all devices and microbatches.
+  "frozen"  new values for frozen leaves of the parameters (batch statistics): a tree whose leaf paths are paths of
+            frozen leaves. The step stores their mean over devices and microbatches; integers, their maximum.
+
+Everything else in `aux` is reported: floating leaves as (weighted) means, integers and booleans as sums.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zero2jax.pytrees import PyTree
+
+LossFn = Callable[..., Any]
+
+
+class LossTerms(NamedTuple):
+    """One call of a loss function.
+
+    Fields:
+      loss: float32 scalar.
+      weight: float32 scalar; 1 where the loss function gives none.
+      aux: everything else that it returned, `None` if nothing.
+      frozen: new values for frozen leaves, `None` if none.
+    """
+
+    loss: jax.Array
+    weight: jax.Array
+    aux: PyTree
+    frozen: PyTree
+
+
+def takes_rng(loss_fn: LossFn) -> bool:
+    """Whether a loss function wants a random key as its third argument.
+
+    True if it has a third positional parameter without a default, or one called `rng` or `key`.
+    """
+    try:
+        parameters = list(inspect.signature(loss_fn).parameters.values())
+    except (TypeError, ValueError):  # a callable without a signature
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < 3:
+        return False
+    return positional[2].default is inspect.Parameter.empty or positional[2].name in ("rng", "key")
+
+
+def returns_aux(output: Any) -> bool:
+    """Whether a loss function's output is `(loss, aux)`."""
+    return isinstance(output, tuple) and len(output) == 2
+
+
+def normalized(loss_fn: LossFn) -> Callable[[PyTree, PyTree, jax.Array], LossTerms]:
+    """`loss_fn` as a function of (params, batch, rng) that returns `LossTerms`.
+
+    Raises (when traced):
+      ValueError: the loss or the weight is not a floating scalar, or the output has another form.
+    """
+    with_rng = takes_rng(loss_fn)
+
+    def call(params: PyTree, batch: PyTree, rng: jax.Array) -> LossTerms:
+        output = loss_fn(params, batch, rng) if with_rng else loss_fn(params, batch)
+        loss, aux = output if returns_aux(output) else (output, None)
+        loss = _scalar(loss, "the loss")
+        weight, frozen = jnp.float32(1), None
+        if isinstance(aux, Mapping):
+            aux = dict(aux)
+            if "weight" in aux:
+                weight = jax.lax.stop_gradient(_scalar(aux.pop("weight"), "aux['weight']", integers=True))
+            frozen = aux.pop("frozen", None)
+        return LossTerms(loss, weight, jax.lax.stop_gradient(aux), jax.lax.stop_gradient(frozen))
+
+    return call
+
+
+def _scalar(x: Any, name: str, *, integers: bool = False) -> jax.Array:
+    arrays = jax.tree.leaves(x)
+    shape = getattr(arrays[0], "shape", ()) if len(arrays) == 1 else None
+    kinds = (jnp.floating, jnp.integer, jnp.bool_) if integers else (jnp.floating,)
+    good = len(arrays) == 1 and shape == () and any(jnp.issubdtype(jnp.result_type(arrays[0]), k) for k in kinds)
+    if not good:
+        found = jax.tree.map(lambda a: f"{jnp.result_type(a).name}{list(jnp.shape(a))}", x)
+        raise ValueError(
+            f"tracing the loss function: {name} is {found}, and it must be one floating scalar. Return the mean over "
+            f"the examples of the batch, as a scalar or as (scalar, aux)."
+        )
+    return jnp.asarray(arrays[0]).astype(jnp.float32)
+
+
+def weighted(terms: LossTerms) -> LossTerms:
+    """The addends of one microbatch: what is summed over microbatches and devices by `total` and `mean`."""
+
+    def scaled(x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return x.astype(jnp.float32) * terms.weight
+        return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+
+    return terms._replace(loss=terms.loss * terms.weight, aux=jax.tree.map(scaled, terms.aux))
+
+
+def over_microbatches(stacked: LossTerms) -> LossTerms:
+    """Addends stacked along a leading microbatch dim (K, ...), brought together."""
+    summed = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), stacked._replace(frozen=None))
+    return summed._replace(frozen=jax.tree.map(lambda x: _mean_or_max(x, lambda y: y.mean(0)), stacked.frozen))
+
+
+def over_devices(terms: LossTerms, axis_name: str) -> LossTerms:
+    """Sums over a mesh axis (frozen leaves: means or maxima). Per-device code."""
+    summed = jax.lax.psum(terms._replace(frozen=None), axis_name)
+    frozen = jax.tree.map(
+        lambda x: (
+            jax.lax.pmean(x, axis_name) if jnp.issubdtype(x.dtype, jnp.floating) else jax.lax.pmax(x, axis_name)
+        ),
+        terms.frozen,
+    )
+    return summed._replace(frozen=frozen)
+
+
+def mean(totals: LossTerms) -> LossTerms:
+    """Totals divided by the total weight (integers stay sums)."""
+
+    def divided(x: jax.Array) -> jax.Array:
+        return x / totals.weight if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return totals._replace(loss=totals.loss / totals.weight, aux=jax.tree.map(divided, totals.aux))
+
+
+def _mean_or_max(x: jax.Array, mean: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    return mean(x) if jnp.issubdtype(x.dtype, jnp.floating) else x.max(0)

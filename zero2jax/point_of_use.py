@@ -1,0 +1,377 @@
+"""Evaluate an unmodified loss function so that each parameter appears where it is used. Per-device code.
+
+The loss is traced to a jaxpr and evaluated again with each parameter replaced by a stand-in: this device's shard
+(`source`), and a `port` of the shard's shape through which the gradient leaves. The stand-in travels through
+`jit`, `jax.checkpoint`, as a scanned-over input of `scan`, and through operations that only pick layers out of a
+stack. Anything else that touches it makes the parameter appear right there:
+
+    forward    all_gather of the shard, cast to the compute dtype, padding cut off
+    backward   psum_scatter of the cotangent into the port
+
+So in a scanned model each layer's gradient leaves the backward loop as a shard, and the full stacked gradient never
+exists. Two modes:
+
+  held (stage 2)      a parameter appears once per scope and before a `jax.checkpoint`, whose saved input it becomes
+  regather (stage 3)  it appears inside the `jax.checkpoint`, whose backward pass gathers it again; outside of one,
+                      each operation that uses it is wrapped in a `jax.checkpoint` of its own
+
+The port is never read: it gives the cotangent a place, a shape and a dtype. Differentiate with respect to the
+ports. A source may also be whole already (gathered once per step); then only the backward half is left.
+
+Limits. A parameter that `cond`, `while`, a custom derivative or a kernel uses, or that a scan closes over, appears
+just before, and in regather mode stays until its backward pass. A value computed from parameters alone
+(`w1 @ w2`) is an activation like any other.
+
+ZeRO, arXiv:1910.02054, sections 5.2 and 5.3.
+"""
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero2jax import collectives, jaxprs
+from zero2jax.shard_plan import LeafPlan, Placement, padded_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """How a parameter, or one layer of it, appears from its shard: static and hashable.
+
+    Attributes:
+      path: the parameter's name.
+      dim: sharded dim of what will appear; None for a leaf that every device holds whole.
+      size: true size of that dim.
+      num_shards: N.
+      placement: other mesh axes of each dim.
+      dtype: dtype of what appears.
+      axis_name: axis to gather and reduce over.
+      gathered: the source is whole already.
+    """
+
+    path: str
+    dim: int | None
+    size: int
+    num_shards: int
+    placement: Placement
+    dtype: Any
+    axis_name: str
+    gathered: bool = False
+
+    @property
+    def layer(self) -> "Use":
+        """How one layer of a stack appears: the same without the leading dim."""
+        dim = None if self.dim is None else self.dim - 1
+        return dataclasses.replace(self, dim=dim, placement=self.placement[1:])
+
+
+def use_of_leaf(leaf: LeafPlan, dtype: Any, axis_name: str, *, gathered: bool = False) -> Use:
+    """The `Use` of a whole leaf of a plan."""
+    size = 0 if leaf.dim is None else leaf.shape[leaf.dim]
+    placement = leaf.model_spec if any(entry is not None for entry in leaf.model_spec) else ()
+    return Use(leaf.path, leaf.dim, size, leaf.num_shards, placement, dtype, axis_name, gathered)
+
+
+def gather(use: Use, source: jax.Array) -> jax.Array:
+    """The whole parameter, without padding and in its compute dtype, from this device's shard."""
+    x = source.astype(use.dtype)
+    if use.gathered or use.dim is None:
+        return x
+    x = collectives.all_gather(x, use.axis_name, use.dim, use.placement)
+    return jax.lax.slice_in_dim(x, 0, use.size, axis=use.dim)
+
+
+def reduce_grad(use: Use, grad: jax.Array, dtype: Any) -> jax.Array:
+    """Sum a whole gradient over the devices in `dtype`, keeping this device's shard (padding filled with zeros)."""
+    grad = grad.astype(dtype)
+    if use.dim is None:
+        return collectives.psum(grad, use.axis_name, use.placement)
+    padding = padded_size(use.size, use.num_shards) - use.size
+    if padding:
+        grad = jnp.pad(grad, [(0, padding if i == use.dim else 0) for i in range(grad.ndim)])
+    return collectives.psum_scatter(grad, use.axis_name, use.dim, use.placement)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _appear(use: Use, port_dtype: Any, source: jax.Array, port: jax.Array) -> jax.Array:
+    return gather(use, source)
+
+
+_appear.defvjp(
+    lambda use, port_dtype, source, port: (gather(use, source), None),
+    lambda use, port_dtype, _, grad: (None, reduce_grad(use, grad, port_dtype)),
+)
+
+
+@dataclasses.dataclass
+class Standin:
+    """A parameter that has not appeared yet.
+
+    Attributes:
+      use: how it appears.
+      source: this device's shard at rest, or the whole parameter if `use.gathered`.
+      port: what the loss is differentiated by, of the shard's shape and the dtype gradients are reduced in;
+        None for a frozen parameter.
+      pending: operations on it alone, put off until it appears: casts, in regather mode also changes of shape.
+      origin: the stand-in that it is a cast of; where parameters are held, both appear as one.
+      value: what has appeared, remembered where parameters are held.
+    """
+
+    use: Use
+    source: jax.Array
+    port: jax.Array | None
+    pending: tuple[Any, ...] = ()
+    origin: "Standin | None" = None
+    value: jax.Array | None = None
+
+    def appear(self) -> jax.Array:
+        """The parameter, gathered at this point of the program."""
+        if self.port is None:
+            x = gather(self.use, self.source)
+        else:
+            x = _appear(self.use, self.port.dtype, self.source, self.port)
+        return self.apply_pending(x)
+
+    def apply_pending(self, x: jax.Array) -> jax.Array:
+        """The operations that were put off, applied to the parameter."""
+        for eqn in self.pending:
+            (x,) = jaxprs.bind(eqn, [x])
+        return x
+
+    @property
+    def keeps_layers(self) -> bool:
+        """Whether what is pending commutes with taking layers out of a stack."""
+        return all(eqn.primitive.name == "convert_element_type" for eqn in self.pending)
+
+    @property
+    def arrays(self) -> tuple[jax.Array, jax.Array | None]:
+        """What of it crosses a transformation; `with_arrays` builds it again on the other side."""
+        return self.source, self.port
+
+    def with_arrays(self, arrays: tuple[jax.Array, jax.Array | None], **changes: Any) -> "Standin":
+        """The same stand-in over other arrays, with no value remembered."""
+        return dataclasses.replace(self, source=arrays[0], port=arrays[1], origin=None, value=None, **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """How parameters appear in the scope that is being evaluated.
+
+    Attributes:
+      regather: stage 3; else a parameter that has appeared is held.
+      recomputed: inside a `jax.checkpoint` that saves nothing, so holding a parameter costs nothing.
+      in_loop: inside a scan, whose forward and backward loops the compiler cannot merge.
+    """
+
+    regather: bool
+    recomputed: bool = False
+    in_loop: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether a parameter that appears stays for the rest of this scope."""
+        return self.recomputed or not self.regather
+
+
+def evaluate(jaxpr: Any, args: Sequence[Any], *, regather: bool) -> list[jax.Array]:
+    """Evaluate a jaxpr whose `args` may be `Standin`s; returns its outputs, all of them arrays."""
+    return _evaluate(jaxpr, args, Mode(regather))
+
+
+def _evaluate(jaxpr: Any, args: Sequence[Any], mode: Mode) -> list[jax.Array]:
+    return [_force(x, mode) for x in _walk(jaxpr, args, mode)]
+
+
+def _walk(jaxpr: Any, args: Sequence[Any], mode: Mode) -> list[Any]:
+    return jaxprs.evaluate(jaxpr, args, lambda eqn, operands: _apply(eqn, operands, mode))
+
+
+def _force(x: Any, mode: Mode) -> Any:
+    if not isinstance(x, Standin):
+        return x
+    if not mode.holds:
+        return x.appear()
+    if x.value is None:
+        x.value = x.appear() if x.origin is None else x.apply_pending(_force(x.origin, mode))
+    return x.value
+
+
+def _apply(eqn: Any, operands: list[Any], mode: Mode) -> Sequence[Any]:
+    standins = [x for x in operands if isinstance(x, Standin)]
+    if not standins:
+        return jaxprs.bind(eqn, operands)
+    if jaxprs.is_call(eqn):
+        return _walk(jaxprs.body(eqn), operands, mode)
+    if jaxprs.is_scan(eqn):
+        return _scan(eqn, operands, mode)
+    if jaxprs.is_checkpoint(eqn):
+        return _checkpoint(eqn, operands, mode)
+    first = operands[0]
+    if isinstance(first, Standin) and len(standins) == 1:
+        picked = _pick_layers(eqn, first, operands[1:], mode)
+        if picked is not None:
+            return [picked]
+        cast = eqn.primitive.name == "convert_element_type"
+        if len(operands) == 1 and (cast or (not mode.holds and eqn.primitive.name in _DEFERRABLE)):
+            origin = first.origin or first
+            return [dataclasses.replace(first, pending=(*first.pending, eqn), origin=origin, value=None)]
+    if mode.holds or jaxprs.has_body(eqn):
+        return jaxprs.bind(eqn, [_force(x, mode) for x in operands])
+    return _recomputing(
+        lambda *xs: jaxprs.bind(eqn, [_force(x, mode) for x in xs]), operands, prevent_cse=not mode.in_loop
+    )
+
+
+# Operations on a parameter alone that are cheap to repeat after each gather.
+_DEFERRABLE = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "slice"})
+
+
+def _recomputing(
+    fun: Callable[..., Sequence[jax.Array]], operands: Sequence[Any], **options: Any
+) -> Sequence[jax.Array]:
+    """`fun(*operands)` under `jax.checkpoint`, with stand-ins passed in rather than what they stand for."""
+    arrays = tuple(x.arrays if isinstance(x, Standin) else x for x in operands)
+
+    def inner(*inner_arrays: Any) -> Sequence[jax.Array]:
+        return fun(
+            *[x.with_arrays(a) if isinstance(x, Standin) else a for x, a in zip(operands, inner_arrays, strict=True)]
+        )
+
+    return jax.checkpoint(inner, **options)(*arrays)
+
+
+def _checkpoint(eqn: Any, operands: list[Any], mode: Mode) -> Sequence[jax.Array]:
+    options = jaxprs.checkpoint_options(eqn)
+    if not mode.regather:  # held: it appears now and is saved, unless it is whole already
+        operands = [_force(x, mode) if isinstance(x, Standin) and not x.use.gathered else x for x in operands]
+    inner_mode = dataclasses.replace(mode, recomputed=mode.recomputed or options["policy"] is None)
+    return _recomputing(lambda *xs: _evaluate(jaxprs.body(eqn), xs, inner_mode), operands, **options)
+
+
+def _scan(eqn: Any, operands: list[Any], mode: Mode) -> Sequence[jax.Array]:
+    body, num_consts, num_carry, options = jaxprs.scan_parts(eqn)
+    split = num_consts + num_carry
+    fixed = [_force(x, mode) for x in operands[:split]]
+    consts, carry = fixed[:num_consts], tuple(fixed[num_consts:])
+    xs = [_scanned(x, mode) for x in operands[split:]]
+    arrays = tuple(x.arrays if isinstance(x, Standin) else x for x in xs)
+    inner_mode = dataclasses.replace(mode, in_loop=True)
+
+    def step(carry: Any, slices: Any) -> tuple[Any, Any]:
+        layers = [
+            x.with_arrays(a, use=x.use.layer) if isinstance(x, Standin) else a
+            for x, a in zip(xs, slices, strict=True)
+        ]
+        out = _evaluate(body, [*consts, *carry, *layers], inner_mode)
+        return tuple(out[:num_carry]), tuple(out[num_carry:])
+
+    carry, ys = jax.lax.scan(step, carry, arrays, **options)
+    return [*carry, *ys]
+
+
+def _scanned(x: Any, mode: Mode) -> Any:
+    """A scanned-over operand: the stand-in itself if its shard has all the layers."""
+    if not isinstance(x, Standin):
+        return x
+    if not x.keeps_layers or x.use.dim == 0:
+        warnings.warn(
+            f"parameter {x.use.path!r} is scanned over, and its shards do not hold whole layers (it is sharded on "
+            f"the scanned dim, or reshaped before the scan), so the whole stack is gathered before the loop. Pass "
+            f"`batch` to engine.init, so that the layers are found in the loss function, or set `layer_dims`.",
+            stacklevel=2,
+        )
+        return _force(x, mode)
+    return x
+
+
+def _pick_layers(eqn: Any, x: Standin, indices: Sequence[Any], mode: Mode) -> Standin | None:
+    """The stand-in of `eqn` applied to `x`, if that leaves the sharded dim alone and can act on the shard."""
+    dim, shape = x.use.dim, tuple(eqn.invars[0].aval.shape)
+    appeared = (x.origin or x).value is not None
+    if dim is None or not x.keeps_layers or (mode.holds and appeared):
+        return None
+    params, name = eqn.params, eqn.primitive.name
+    placement = x.use.placement
+    if name == "squeeze" and dim not in params["dimensions"]:
+        dropped = params["dimensions"]
+        placement = tuple(entry for i, entry in enumerate(placement) if i not in dropped)
+        change = lambda a: jax.lax.squeeze(a, dropped)
+        dim -= sum(i < dim for i in dropped)
+    elif name == "slice" and _takes_all(params, dim, shape):
+        start, limit, strides = params["start_indices"], params["limit_indices"], params["strides"]
+        change = lambda a: jax.lax.slice(a, start, _put(limit, x.use.dim, a.shape[x.use.dim]), strides)
+    elif name == "dynamic_slice" and params["slice_sizes"][dim] == shape[dim]:
+        sizes = params["slice_sizes"]
+        change = lambda a: jax.lax.dynamic_slice(
+            a, _put(indices, x.use.dim, 0), _put(sizes, x.use.dim, a.shape[x.use.dim])
+        )
+    elif name == "reshape" and (leading := _reshaped_leading(shape, params["new_sizes"], dim)) is not None:
+        if any(entry is not None for entry in placement[:dim]):
+            return None
+        placement = (*[None] * len(leading), *placement[dim:]) if placement else ()
+        change = lambda a: a.reshape(*leading, *a.shape[x.use.dim :])
+        dim = len(leading)
+    else:
+        return None
+    arrays = (change(x.source), None if x.port is None else change(x.port))
+    return x.with_arrays(arrays, use=dataclasses.replace(x.use, dim=dim, placement=placement))
+
+
+def _takes_all(params: Any, dim: int, shape: tuple[int, ...]) -> bool:
+    whole = params["start_indices"][dim] == 0 and params["limit_indices"][dim] == shape[dim]
+    return whole and (params["strides"] is None or params["strides"][dim] == 1)
+
+
+def _put(values: Sequence[Any], i: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:i], value, *values[i + 1 :])
+
+
+def _reshaped_leading(old: tuple[int, ...], new: Sequence[int], dim: int) -> tuple[int, ...] | None:
+    """The new leading dims of a reshape that keeps `dim` and all later ones; None for any other reshape."""
+    k = len(new) - (len(old) - dim)
+    keeps = k >= 0 and tuple(new[k:]) == old[dim:] and math.prod(new[:k]) == math.prod(old[:dim])
+    return tuple(new[:k]) if keeps else None
+
+
+def scan_depths(jaxpr: Any, num_leaves: int) -> list[int]:
+    """For each of the first `num_leaves` inputs, how many leading dims scans and layer picks take off it.
+
+    Reads the truth that `guess_layer_dims` guesses. An input used both ways counts as a stack.
+    """
+    return _depths(jaxpr)[:num_leaves]
+
+
+def _depths(jaxpr: Any) -> list[int]:
+    depth: dict[Any, int] = {}
+    for eqn in reversed(jaxprs.equations(jaxpr)):  # from uses back to inputs
+        if jaxprs.is_scan(eqn):
+            parts = jaxprs.scan_parts(eqn)
+            first = parts.num_consts + parts.num_carry
+            found = [0] * first + [1 + d for d in _depths(parts.body)[first:]]
+        elif jaxprs.is_call(eqn) or jaxprs.is_checkpoint(eqn):
+            found = _depths(jaxprs.body(eqn))
+        else:
+            found = [_picked_depth(eqn, max((depth.get(v, 0) for v in eqn.outvars), default=0))]
+        for var, d in zip(eqn.invars, found, strict=False):
+            if not isinstance(var, jax.extend.core.Literal):
+                depth[var] = max(depth.get(var, 0), d)
+    return [depth.get(v, 0) for v in jaxprs.inputs(jaxpr)]
+
+
+def _picked_depth(eqn: Any, depth_of_result: int) -> int:
+    name = eqn.primitive.name
+    if name in ("slice", "dynamic_slice"):
+        old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        one_layer = len(old) > 1 and old[0] > 1 and new[0] == 1 and old[1:] == new[1:]
+        return max(int(one_layer), depth_of_result)
+    if name == "convert_element_type":
+        return depth_of_result
+    if name == "reshape" and depth_of_result:
+        leading = _reshaped_leading(eqn.invars[0].aval.shape, eqn.params["new_sizes"], 1)
+        return int(leading is not None)
+    return 0

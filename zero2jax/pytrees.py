@@ -1,0 +1,54 @@
+"""Names of the leaves of a pytree, and the first place where two pytrees differ. Pure Python over structure."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+PyTree = Any
+LeafPredicate = Callable[[str, Any], bool]
+"""`(path, leaf) -> bool`, with `path` as `path_string` writes it: `"blocks/attn/kernel"`."""
+
+
+def path_string(path: Any) -> str:
+    """A key path as people write it in a predicate: `"blocks/attn/kernel"`; empty for a bare array."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def leaf_paths(tree: PyTree) -> list[str]:
+    """The path of every leaf, in the order of `jax.tree.leaves`."""
+    return [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def select_leaves(tree: PyTree, choice: PyTree | LeafPredicate | None, *, default: bool, name: str) -> list[bool]:
+    """One boolean per leaf, from a predicate over (path, leaf), a tree of booleans, or None (`default`).
+
+    Raises:
+      ValueError: a tree of booleans has another structure than `tree` (names the first path that differs).
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if choice is None:
+        return [default] * len(leaves)
+    if callable(choice):
+        return [bool(choice(path_string(path), leaf)) for path, leaf in leaves]
+    check_same_structure(tree, choice, "the parameters", f"`{name}`")
+    return [bool(x) for x in jax.tree.leaves(choice)]
+
+
+def check_same_structure(expected: PyTree, found: PyTree, expected_name: str, found_name: str) -> None:
+    """Raise a ValueError that names the first leaf at which two trees differ in structure."""
+    if jax.tree.structure(expected) == jax.tree.structure(found):
+        return
+    a, b = leaf_paths(expected), leaf_paths(found)
+    missing = [p for p in a if p not in set(b)]
+    extra = [p for p in b if p not in set(a)]
+    if missing:
+        detail = f"{found_name} has no leaf {missing[0]!r}"
+    elif extra:
+        detail = f"{found_name} has a leaf {extra[0]!r} that {expected_name} does not have"
+    else:
+        detail = f"the containers differ: {jax.tree.structure(expected)} and {jax.tree.structure(found)}"
+    raise ValueError(
+        f"comparing {expected_name} with {found_name}: {detail}. Both must be trees of the same structure; "
+        f"pass the tree that `engine.init` was given, unchanged in its containers and names."
+    )

@@ -1,0 +1,179 @@
+"""One training step as a pure function of global arrays, and the loss without an update. Not jitted here.
+
+Inside, `gradients` runs under a `shard_map` that is manual over the data axis. Its gradient shards leave as global
+arrays sharded over that axis, and the optimizer is plain optax on global arrays of true shape. So every optax
+transformation is right; for elementwise ones the compiler finds nothing to communicate but the scalar of a global
+norm, and for others it inserts what they need.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from zero2jax import losses, padding
+from zero2jax.gradients import GradientSettings, Loss, gather_params, layer_dims_of_loss, local_gradients, local_loss
+from zero2jax.losses import LossTerms
+from zero2jax.optimizer import learning_rate
+from zero2jax.pytrees import PyTree, check_same_structure, path_string
+from zero2jax.state import Layout, TrainState, merge
+
+Metrics = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProgram:
+    """Everything fixed about a step; its methods are pure functions of global arrays, to be jitted by the caller.
+
+    Attributes:
+      loss: from `losses.normalized`.
+      tx: the optax transformation.
+      mesh: device mesh.
+      layout: where the state rests.
+      settings: how gradients come about.
+      clip_norm: global norm to clip to, or None.
+    """
+
+    loss: Loss
+    tx: optax.GradientTransformationExtraArgs
+    mesh: Mesh
+    layout: Layout
+    settings: GradientSettings
+    clip_norm: float | None
+
+    def step(self, state: TrainState, batch: PyTree, extra_args: dict[str, Any]) -> tuple[TrainState, Metrics]:
+        """The state after one optimizer update, and the metrics; see `Engine.step`."""
+        grads, totals = self.gradients(state, batch)
+        params = padding.cut(state.params, self.layout.params, self.mesh)
+        trained = self.layout.trained(params)
+        grads = self._averaged(grads, totals.weight, trained)
+        grad_norm = optax.tree.norm(grads)
+        clipped_norm = grad_norm
+        if self.clip_norm is not None:
+            grads, _ = optax.clip_by_global_norm(self.clip_norm).update(grads, optax.EmptyState())
+            clipped_norm = jnp.minimum(grad_norm, self.clip_norm)
+        opt_state = padding.cut(state.opt_state, self.layout.opt_state, self.mesh)
+        means = losses.mean(totals)
+        updates, opt_state = self.tx.update(grads, opt_state, trained, **{"value": means.loss, **extra_args})
+        new_params = merge(optax.apply_updates(trained, updates), params, self.layout.trainable)
+        new_params = self._with_frozen(new_params, totals.frozen)
+        new_state = TrainState(
+            step=state.step + 1,
+            params=padding.pad(new_params, self.layout.params, self.mesh),
+            opt_state=padding.pad(opt_state, self.layout.opt_state, self.mesh),
+            rng=state.rng,
+        )
+        metrics = {
+            "loss": means.loss,
+            "grad_norm": grad_norm,
+            "grad_norm_clipped": clipped_norm,
+            "learning_rate": learning_rate(opt_state),
+            "applied": jnp.bool_(True),
+            "weight": totals.weight,
+            "aux": means.aux,
+        }
+        return new_state, metrics
+
+    def gradients(self, state: TrainState, batch: PyTree) -> tuple[list[jax.Array], LossTerms]:
+        """Sums over devices and microbatches: a padded, sharded gradient per trainable leaf, and the loss terms."""
+        plan = self.layout.params
+        specs = [leaf.manual_spec(plan.axis_name) for leaf, t in self._leaves() if t]
+
+        def local(params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[list[jax.Array], LossTerms]:
+            return local_gradients(self.loss, self.settings, params, batch, jax.random.wrap_key_data(rng))
+
+        return self.per_device(local, (specs, P()))(state.params, batch, self._step_key(state))
+
+    def evaluate(self, state: TrainState, batch: PyTree) -> LossTerms:
+        """The mean loss terms of a batch; parameters appear where they are used, no whole copy is made."""
+
+        def local(params: PyTree, batch: PyTree, rng: jax.Array) -> LossTerms:
+            return local_loss(self.loss, self.settings, params, batch, jax.random.wrap_key_data(rng))
+
+        totals: LossTerms = self.per_device(local, P())(state.params, batch, self._step_key(state))
+        return losses.mean(totals)
+
+    def whole_params(self, params: PyTree) -> PyTree:
+        """Whole parameters in the dtypes they rest in, on every device, gathered a layer at a time."""
+        plan = self.layout.params
+        settings = dataclasses.replace(self.settings, trainable=(False,) * len(plan.leaves))
+
+        def local(params: PyTree) -> PyTree:
+            return plan.treedef.unflatten(gather_params(settings, plan.treedef.flatten_up_to(params)))
+
+        gathered = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(plan.manual_specs(),),
+            out_specs=P(),
+            axis_names={plan.axis_name},
+            check_vma=False,
+        )
+        return gathered(params)
+
+    def layer_dims(self, shapes: PyTree, batch: PyTree) -> PyTree:
+        """The leading layer dims per parameter, from the loss function's scans; allocates nothing."""
+        found: list[PyTree] = []
+
+        def local(params: PyTree, batch: PyTree, rng: jax.Array) -> None:
+            found.append(layer_dims_of_loss(self.loss, shapes, batch, jax.random.wrap_key_data(rng)))
+
+        key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        jax.eval_shape(self.per_device(local, None), self.layout.params.rest_shapes(self.mesh), batch, key)
+        return found[0]
+
+    def per_device(self, local: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+        """`local(params, batch, rng)` under a `shard_map` that is manual over the data axis alone."""
+        plan = self.layout.params
+        return jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(plan.manual_specs(), P(plan.axis_name), P()),
+            out_specs=out_specs,
+            axis_names={plan.axis_name},
+            # typed replication would sum the gradient of a replicated value by an all-reduce of its own
+            check_vma=False,
+        )
+
+    def _leaves(self) -> Any:
+        return zip(self.layout.params.leaves, self.layout.trainable, strict=True)
+
+    def _step_key(self, state: TrainState) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+        return jax.random.key_data(key)
+
+    def _averaged(self, grads: list[jax.Array], weight: jax.Array, like: PyTree) -> PyTree:
+        """Summed gradient shards -> the mean gradient at master dtypes and true shapes, as the optimizer sees it."""
+        plan = self.layout.params
+        trained = [leaf for leaf, t in self._leaves() if t]
+        sub_plan = dataclasses.replace(plan, leaves=tuple(trained), treedef=jax.tree.structure(like))
+        grads = padding.cut(sub_plan.treedef.unflatten(grads), sub_plan, self.mesh)
+        scale = jnp.where(weight == 0, 0, 1 / weight)  # a batch without weight has no gradient
+        return jax.tree.map(lambda g, p: g.astype(p.dtype) * scale.astype(p.dtype), grads, like)
+
+    def _with_frozen(self, params: PyTree, frozen: PyTree) -> PyTree:
+        """Store the new values of frozen leaves that the loss function returned."""
+        if frozen is None:
+            return params
+        new = {path_string(path): x for path, x in jax.tree_util.tree_leaves_with_path(frozen)}
+        known = {leaf.path: leaf for leaf, t in self._leaves() if not t}
+        for path, x in new.items():
+            if path not in known or known[path].shape != x.shape:
+                rule = f"shape {known[path].shape}" if path in known else f"one of the frozen leaves {sorted(known)[:8]}"
+                raise ValueError(
+                    f"storing aux['frozen']: leaf {path!r} of shape {x.shape} does not fit, expected {rule}. Return "
+                    f"new values under the paths that the frozen leaves have in the parameters."
+                )
+        pick = lambda leaf, x: new[leaf.path].astype(leaf.dtype) if leaf.path in new else x
+        return self.layout.params.map(pick, params)
+
+
+def check_state(state: TrainState, layout: Layout) -> None:
+    """Raise a ValueError if a state's parameters or optimizer state do not have the layout's structure."""
+    check_same_structure(layout.params.tree, state.params, "the parameters", "`state.params`")
+    check_same_structure(layout.opt_state.tree, state.opt_state, "the optimizer state", "`state.opt_state`")
