@@ -1,0 +1,344 @@
+"""What becomes of every DeepSpeed key: the one table that `zero2jax check` prints and a test freezes.
+
+IMPLEMENTED does what DeepSpeed's key does; NO_EFFECT is read, checked and then pointless here, for the reason
+given; NOT_YET is carried as a typed field and refused by `initialize` when switched on; CONVERTED is an old
+spelling; REFUSED is an error as soon as it asks for anything but its default.
+A key that only ever accompanies a switch (`enabled`, `device`) shares the fate of the switch.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Treatment(StrEnum):
+    """What this library does with a key."""
+
+    IMPLEMENTED = "implemented"
+    NO_EFFECT = "no effect"
+    NOT_YET = "not yet"
+    CONVERTED = "converted"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Key:
+    """The treatment of one key and what it became, or why it has no effect."""
+
+    treatment: Treatment
+    becomes: str
+
+
+def _table(treatment: Treatment, rows: dict[str, str], prefix: str = "") -> dict[str, Key]:
+    return {prefix + name: Key(treatment, becomes) for name, becomes in rows.items()}
+
+
+_COMPILER = "the compiler plans buffers, there is no pool to tune"
+_STAGE3 = "gathers follow the program and its remat policy, not a size"
+_POINT_OF_USE = "parameters are gathered where they are used, modules are unknown"
+_DIVISION = "without reduce-scatter the mean is the same, only the order of the division differs"
+_TORCH = "chooses between torch implementations of the same update"
+_WITH_OFFLOAD = "with the offload device"
+_WITH_FP16 = "with fp16 loss scaling"
+_WITH_MONITOR = "with this monitor"
+_CHECKPOINT = "the step writes no checkpoint"
+_OTHER = "changes the training itself and has no counterpart"
+
+_IMPLEMENTED = {
+    **_table(
+        Treatment.IMPLEMENTED,
+        {
+            "train_batch_size": "global batch of one step",
+            "train_micro_batch_size_per_gpu": "examples of one microbatch on one device of the data axis",
+            "gradient_accumulation_steps": "microbatches per step, accumulated before the one update",
+            "optimizer.type": "the optax transformation with DeepSpeed's defaults",
+            "scheduler.type": "an optax schedule, advanced once per applied step",
+            "gradient_clipping": "clip by global norm; 0.0 = none, also when absent (DeepSpeed 0.19.3: 1.0)",
+            "communication_data_type": "dtype of the gradient reduction; null follows fp16/bf16, else fp32",
+            "bf16.enabled": "bf16 compute over fp32 masters; false and no fp16: plain fp32",
+            "data_types.grad_accum_dtype": "dtype of the gradient accumulator, every stage; null = fp32",
+            "data_types.param_dtype": "must agree with fp16 and bf16",
+        },
+    ),
+    **_table(
+        Treatment.IMPLEMENTED,
+        {
+            "stage": "0 replicated, 1 optimizer state, 2 + gradients, 3 + parameters in shards",
+            "reduce_bucket_size": "reduce-scatter combine threshold on GPUs: elements x dtype bytes",
+            "allgather_bucket_size": "all-gather combine threshold on GPUs: elements x dtype bytes",
+            "overlap_comm": "latency-hiding scheduler of the step on GPUs",
+        },
+        "zero_optimization.",
+    ),
+    **_table(
+        Treatment.IMPLEMENTED,
+        {
+            "lr": "learning rate, visible in the optimizer state",
+            "betas": "decay of the moments",
+            "eps": "placed where DeepSpeed's kernel has it",
+            "weight_decay": "decoupled, but for SGD, Adagrad and Adam without adam_w_mode",
+            "bias_correction": "correction of the moments' start from zero",
+            "adam_w_mode": "false: weight decay joins the gradient",
+            "eps_inside_sqrt": "Lamb: sqrt(v + eps) instead of sqrt(v) + eps",
+            "max_coeff": "Lamb: upper bound of the trust ratio",
+            "min_coeff": "Lamb: lower bound of the trust ratio",
+            "momentum": "SGD and Muon",
+            "nesterov": "SGD",
+            "muon_lr": "learning rate of the matrices",
+            "adam_lr": "learning rate of everything else",
+        },
+        "optimizer.params.",
+    ),
+    **_table(
+        Treatment.IMPLEMENTED,
+        {
+            "lr_range_test_min_lr": "first learning rate",
+            "lr_range_test_step_size": "steps per unit of the ramp",
+            "lr_range_test_step_rate": "growth per unit",
+            "lr_range_test_staircase": "whole units only",
+            "cycle_min_lr": "foot of the triangle",
+            "cycle_max_lr": "top of the triangle",
+            "decay_lr_rate": "after the cycle: min / (1 + rate * steps / decay_step_size)",
+            "cycle_first_step_size": "steps up",
+            "cycle_second_step_size": "steps down; null = as many",
+            "cycle_first_stair_count": "stairs up; 0 = none",
+            "cycle_second_stair_count": "stairs down; null = as many",
+            "decay_step_size": "unit of the decay; 0 = no decay",
+            "cycle_momentum": "b1 of the optimizer follows the triangle upside down, b2 becomes 0.99",
+            "cycle_min_mom": "momentum at the top of the triangle",
+            "cycle_max_mom": "momentum at its feet",
+            "decay_mom_rate": "after the cycle: max * (1 + rate * steps / decay_step_size)",
+            "warmup_min_lr": "first learning rate",
+            "warmup_max_lr": "learning rate after warm-up; null = the optimizer's",
+            "warmup_num_steps": "length of the warm-up, at least 2",
+            "warmup_type": "log or linear",
+            "total_num_steps": "end of the decay",
+            "warmup_min_ratio": "first learning rate over the optimizer's",
+            "cos_min_ratio": "last learning rate over the optimizer's",
+        },
+        "scheduler.params.",
+    ),
+}
+
+_NO_EFFECT = {
+    **_table(
+        Treatment.NO_EFFECT,
+        {
+            "contiguous_gradients": _COMPILER,
+            "reduce_scatter": "the mean is always taken by the collective the stage needs",
+            "use_multi_rank_bucket_allreduce": "gradients are reduce-scattered, never all-reduced and cut",
+            "allgather_partitions": "parameters are always all-gathered",
+            "load_from_fp32_weights": "the state holds fp32 masters only",
+            "elastic_checkpoint": "deprecated in DeepSpeed; the step writes no checkpoint",
+            "round_robin_gradients": "every gradient is split over all devices",
+            "sub_group_size": _COMPILER,
+            "stage3_prefetch_bucket_size": _STAGE3,
+            "stage3_param_persistence_threshold": "small leaves stay whole by the plan's own rule for now",
+            "stage3_model_persistence_threshold": _STAGE3,
+            "stage3_max_live_parameters": _STAGE3,
+            "stage3_max_reuse_distance": _STAGE3,
+            "stage3_gather_16bit_weights_on_model_save": "engine.params(state) gives whole weights",
+            "stage3_module_granularity_threshold": _POINT_OF_USE,
+            "stage3_use_all_reduce_for_fetch_params": "parameters are fetched by all-gather",
+            "stage3_allgather_sequential": _STAGE3,
+            "mics_hierarchical_params_gather": "with mics_shard_size",
+            "memory_efficient_linear": "jax.grad already saves no more than the program needs",
+            "pipeline_loading_checkpoint": "for DeepSpeed's pipeline modules",
+            "override_module_apply": "there is no module to override",
+            "log_trace_cache_warnings": "there is no trace cache of parameters",
+            "enable_sanity_checks": "the order of gathers is fixed when the step is compiled",
+            "save_muon_momentum_buffer_in_memory": _COMPILER,
+            "leaf_module": _POINT_OF_USE,
+            "grad_hooks": "there are no hooks; DeepSpeed dropped the key, files still carry it",
+        },
+        "zero_optimization.",
+    ),
+    **_table(
+        Treatment.NO_EFFECT,
+        {
+            "optimizer.legacy_fusion": _TORCH,
+            "optimizer.params.torch_adam": _TORCH,
+            "optimizer.params.fp32_optimizer_states": "optimizer state is fp32",
+            "optimizer.params.ns_method": "both ways compute the same Newton-Schulz iteration",
+            "scheduler.params.last_batch_iteration": "the step count is part of the state",
+            "zero_allow_untested_optimizer": "any optax transformation is right under any stage",
+            "zero_force_ds_cpu_optimizer": _TORCH,
+            "bf16.immediate_grad_update": "gradients join the accumulator in the backward pass as compiled",
+            "data_types.buffer_dtype": "arrays that are no parameters keep their dtype",
+            "prescale_gradients": _DIVISION,
+            "gradient_predivide_factor": _DIVISION,
+            "seq_parallel_communication_data_type": "there is no sequence parallelism here",
+            "sparse_gradients": "gradients are dense",
+            "disable_allgather": "parameters are always all-gathered",
+            "graph_harvesting": "the whole step is one compiled program",
+            "activation_checkpointing.synchronize_checkpoint_boundary": "the step is one program",
+            "activation_checkpointing.profile": "a profiler trace shows the recomputation",
+            "steps_per_print": "step returns its metrics, the loop prints them",
+            "log_level": "logging belongs to the program",
+            "dataloader_drop_last": "the loop brings its own batches",
+            "vocabulary_size": "DeepSpeed only warns with it",
+            "timers.throughput.enabled": "the loop times its own steps",
+            "timers.throughput.synchronized": "the loop times its own steps",
+            "checkpoint.tag_validation": _CHECKPOINT,
+            "checkpoint.load_universal": _CHECKPOINT,
+            "checkpoint.use_node_local_storage": _CHECKPOINT,
+            "checkpoint.parallel_write.pipeline_stage": _CHECKPOINT,
+            "checkpoint.checkpoint_serialization": _CHECKPOINT,
+            "checkpoint.writer": _CHECKPOINT,
+            "comet": "the loop logs the metrics that step returns",
+            "comms_logger": "a profiler trace shows the collectives",
+            "aio": "settings of DeepSpeed's NVMe library",
+            "compile": "the whole step is one compiled program",
+            "tensor_parallel": "tensor parallelism comes from the model axis of the mesh",
+            "nebula": "a storage service for DeepSpeed's checkpoints",
+            "datastates_ckpt": "a storage service for DeepSpeed's checkpoints",
+            "autotuning": "read by DeepSpeed's launcher only",
+            "pipeline": "DeepSpeed reads it for its PipelineModule only",
+        },
+    ),
+}
+
+_NOT_YET = {
+    **_table(
+        Treatment.NOT_YET,
+        {
+            "enabled": "fp16 loss scaling",
+            "auto_cast": _WITH_FP16,
+            "loss_scale": _WITH_FP16,
+            "initial_scale_power": _WITH_FP16,
+            "loss_scale_window": _WITH_FP16,
+            "hysteresis": _WITH_FP16,
+            "consecutive_hysteresis": _WITH_FP16,
+            "min_loss_scale": _WITH_FP16,
+            "fp16_master_weights_and_grads": _WITH_FP16,
+        },
+        "fp16.",
+    ),
+    **_table(
+        Treatment.NOT_YET,
+        {
+            "device": "optimizer state in host memory",
+            "nvme_path": _WITH_OFFLOAD,
+            "buffer_count": _WITH_OFFLOAD,
+            "pin_memory": _WITH_OFFLOAD,
+            "pipeline_read": _WITH_OFFLOAD,
+            "pipeline_write": _WITH_OFFLOAD,
+            "fast_init": _WITH_OFFLOAD,
+            "ratio": _WITH_OFFLOAD,
+            "super_offload": _WITH_OFFLOAD,
+            "cpuadam_cores_perc": _WITH_OFFLOAD,
+        },
+        "zero_optimization.offload_optimizer.",
+    ),
+    **_table(
+        Treatment.NOT_YET,
+        {
+            "device": "parameters in host memory (stage 3; below it DeepSpeed ignores the block)",
+            "nvme_path": _WITH_OFFLOAD,
+            "buffer_count": _WITH_OFFLOAD,
+            "buffer_size": _WITH_OFFLOAD,
+            "max_in_cpu": _WITH_OFFLOAD,
+            "pin_memory": _WITH_OFFLOAD,
+        },
+        "zero_optimization.offload_param.",
+    ),
+    **_table(
+        Treatment.NOT_YET,
+        {
+            "ignore_unused_parameters": "false: an error for a parameter without gradient",
+            "zero_hpz_partition_size": "a second, smaller group to shard parameters over",
+            "zero_quantized_weights": "all-gather of quantised weights",
+            "zero_quantized_nontrainable_weights": "all-gather of quantised frozen weights",
+            "zero_quantized_gradients": "quantised gradient reduction",
+            "zeropp_loco_param": "error feedback for quantised gradients",
+            "mics_shard_size": "shards inside a group, replicas between groups",
+        },
+        "zero_optimization.",
+    ),
+    **_table(
+        Treatment.NOT_YET,
+        {
+            "bf16.check_grad_overflow": "skip a step whose gradients are not finite",
+            "bf16.bf16_master_weights_and_grads": "no fp32 masters",
+            "bf16.bf16_optimizer_states": "bf16 optimizer state",
+            "gradient_allreduce_op": "sum: gradients summed over the devices, not averaged",
+            "activation_checkpointing.partition_activations": "saved activations split over the model axis",
+            "activation_checkpointing.cpu_checkpointing": "saved activations in host memory",
+            "activation_checkpointing.contiguous_memory_optimization": "an arena for saved activations",
+            "activation_checkpointing.number_checkpoints": "size of that arena",
+            "wall_clock_breakdown": "time of each phase",
+            "memory_breakdown": "memory lines",
+            "dump_state": "print of the state at the start",
+        },
+    ),
+    **_table(
+        Treatment.NOT_YET,
+        {
+            "flops_profiler.enabled": "one profiled step",
+            **{
+                f"flops_profiler.{name}": "with the profiler"
+                for name in (
+                    "recompute_fwd_factor",
+                    "profile_step",
+                    "module_depth",
+                    "top_modules",
+                    "detailed",
+                    "output_file",
+                )
+            },
+            "tensorboard.enabled": "metrics to TensorBoard",
+            "csv_monitor.enabled": "metrics to CSV files",
+            "wandb.enabled": "metrics to Weights & Biases",
+            **{
+                f"{name}.{key}": _WITH_MONITOR
+                for name in ("tensorboard", "csv_monitor")
+                for key in ("output_path", "job_name")
+            },
+            **{f"wandb.{key}": _WITH_MONITOR for key in ("group", "team", "project")},
+        },
+    ),
+}
+
+_REFUSED = _table(
+    Treatment.REFUSED,
+    {
+        "managed_gradient_accumulation": "engine.step takes a whole batch and updates once; leave it true",
+        "zero_optimization.legacy_stage1": "DeepSpeed removed it as well; use stage 1",
+        "zero_optimization.zenflow": "stale, partial updates from the host have no counterpart",
+        "optimizer.params.amsgrad": "DeepSpeed's kernels refuse it as well; pass an optax tx",
+        "elasticity": "nothing restarts the job here; give the batch sizes instead",
+        "torch_autocast": f"{_OTHER}; use bf16",
+        "amp": f"{_OTHER}; use bf16",
+        "hybrid_engine": _OTHER,
+        "curriculum_learning": f"{_OTHER}; shape the batches in the loop",
+        "data_efficiency": f"{_OTHER}; shape the batches in the loop",
+        "progressive_layer_drop": _OTHER,
+        "eigenvalue": _OTHER,
+        "compression_training": _OTHER,
+        "sparse_attention": f"{_OTHER}; it belongs to the model",
+    },
+)
+
+_CONVERTED = _table(
+    Treatment.CONVERTED,
+    {
+        "zero_optimization": "true or false: stage 1 or 0",
+        "allgather_size": "allgather_bucket_size, beside the true/false form of zero_optimization",
+        "bfloat16": "bf16",
+        "zero_optimization.cpu_offload": 'offload_optimizer {device: "cpu"}',
+        "zero_optimization.cpu_offload_param": 'offload_param {device: "cpu"}',
+        "zero_optimization.cpu_offload_use_pin_memory": "nothing; DeepSpeed drops it as well",
+        "zero_optimization.stage3_gather_fp16_weights_on_model_save": "the key with 16bit in its name",
+        "zero_optimization.prefetch_bucket_size": "stage3_prefetch_bucket_size",
+        "zero_optimization.param_persistence_threshold": "stage3_param_persistence_threshold",
+        "zero_optimization.model_persistence_threshold": "stage3_model_persistence_threshold",
+        "zero_optimization.max_live_parameters": "stage3_max_live_parameters",
+        "zero_optimization.max_reuse_distance": "stage3_max_reuse_distance",
+        "zero_optimization.gather_16bit_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+        "zero_optimization.module_granularity_threshold": "stage3_module_granularity_threshold",
+        "zero_optimization.use_all_reduce_for_fetch_params": "stage3_use_all_reduce_for_fetch_params",
+        "zero_optimization.allgather_sequential": "stage3_allgather_sequential",
+    },
+)
+
+KEYS: dict[str, Key] = {**_IMPLEMENTED, **_NO_EFFECT, **_NOT_YET, **_REFUSED, **_CONVERTED}
+"""Every key, by its path; a key of a file is looked up under the name of its field."""

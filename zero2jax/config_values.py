@@ -1,0 +1,330 @@
+"""What a single value of a configuration file may be, and how one block of keys is read.
+
+A block is a frozen dataclass. Each of its fields carries a `Rule` (type, range, wording) and the aliases
+DeepSpeed knows for it; `read_block` turns a JSON object into the dataclass and notes everything wrong in
+a `Report` instead of stopping at the first error. No JAX here.
+"""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+Block = TypeVar("Block")
+Default = TypeVar("Default")
+
+REQUIRED: Any = dataclasses.MISSING
+
+
+class ConfigError(ValueError):
+    """A configuration cannot be used; `errors` holds every reason found, one line each."""
+
+    def __init__(self, doing: str, errors: Iterable[str]):
+        self.doing = doing
+        self.errors = tuple(errors)
+        count = "1 error" if len(self.errors) == 1 else f"{len(self.errors)} errors"
+        super().__init__("\n".join([f"{doing}: {count}", *(f"  - {error}" for error in self.errors)]))
+
+
+class ConfigWarning(UserWarning):
+    """A key was converted, ignored or has no effect; names the key."""
+
+
+class Refused(ValueError):
+    """Raised by a rule whose value is of another kind or out of range."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What a value must be: `text` completes "must be ...", `convert` returns it or raises `Refused`."""
+
+    text: str
+    convert: Callable[[Any], Any]
+
+
+@dataclasses.dataclass
+class Report:
+    """Findings while reading one file: key paths joined by dots, in the order met."""
+
+    errors: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    auto: list[str] = dataclasses.field(default_factory=list)
+    given: list[str] = dataclasses.field(default_factory=list)
+
+    def error(self, path: str, value: Any, rule: str, way_out: str) -> None:
+        """Add one error: key path, value found, the rule it broke, what to do."""
+        self.errors.append(f"{path} = {shown(value)}: {rule}. {way_out}")
+
+    def unknown(self, path: str, key: Any, known: Iterable[str]) -> str:
+        """The sentence for a key nobody knows, with the nearest known one."""
+        near = difflib.get_close_matches(str(key), list(known), n=1, cutoff=0.5)
+        return f"{joined(path, key)}: unknown key. " + (
+            f"Did you mean '{near[0]}'?" if near else "Remove it."
+        )
+
+
+def joined(path: str, key: Any) -> str:
+    """The key path of `key` inside the block at `path`, printable."""
+    name = str(key) if str(key).isprintable() else ascii(key)
+    return f"{path}.{name}" if path else name
+
+
+def shown(value: Any) -> str:
+    """A value for an error message, never long."""
+    if isinstance(value, Mapping):
+        return f"an object with {len(value)} keys"
+    if isinstance(value, (list, tuple)) and not all(isinstance(v, (int, float, str)) for v in value):
+        return f"a list of {len(value)} items"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(shown(v) for v in value[:4]) + (", ...]" if len(value) > 4 else "]")
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (int, float, str)):
+        text = repr(value)
+        return text if len(text) <= 80 else text[:77] + "..."
+    return f"a {type(value).__name__}"
+
+
+def _number_from(value: Any) -> int | float:
+    if isinstance(value, str):
+        try:
+            value = float(value) if not value.strip().lstrip("+-").isdigit() else int(value)
+        except ValueError:
+            raise Refused from None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(_as_float(value)):
+        raise Refused
+    return value
+
+
+def _as_float(value: int | float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _span(low: float | None, high: float | None) -> str:
+    if low is not None and high is not None:
+        return f" from {low} to {high}"
+    return "" if low is None else f" of at least {low}"
+
+
+def integer(low: int | None = None, high: int | None = None) -> Rule:
+    """An integer in [low, high]; 5e8 counts, 1.5 and true do not."""
+
+    def convert(value: Any) -> int:
+        number = _number_from(value)
+        if (
+            number != int(number)
+            or (low is not None and number < low)
+            or (high is not None and number > high)
+        ):
+            raise Refused
+        return int(number)
+
+    return Rule(f"an integer{_span(low, high)}", convert)
+
+
+def number(low: float | None = None, high: float | None = None, *, above: float | None = None) -> Rule:
+    """A finite number in [low, high], or greater than `above`."""
+
+    def convert(value: Any) -> float:
+        found = float(_number_from(value))
+        if (low is not None and found < low) or (high is not None and found > high):
+            raise Refused
+        if above is not None and found <= above:
+            raise Refused
+        return found
+
+    return Rule(f"a number{_span(low, high)}" + ("" if above is None else f" greater than {above}"), convert)
+
+
+def boolean() -> Rule:
+    """`true` or `false`; 0, 1 and the words as strings are converted."""
+
+    def convert(value: Any) -> bool:
+        if isinstance(value, str):
+            value = {"true": True, "false": False, "1": True, "0": False}.get(value.strip().lower())
+        if isinstance(value, (bool, int)) and value in (0, 1):
+            return bool(value)
+        raise Refused
+
+    return Rule("true or false", convert)
+
+
+def choice(*names: str) -> Rule:
+    """One of the names, in any case; returns it as spelled here."""
+
+    def convert(value: Any) -> str:
+        if isinstance(value, str):
+            for name in names:
+                if name.lower() == value.strip().lower():
+                    return name
+        raise Refused
+
+    return Rule("one of " + ", ".join(repr(name) for name in names), convert)
+
+
+def text() -> Rule:
+    """Any string."""
+
+    def convert(value: Any) -> str:
+        if not isinstance(value, str):
+            raise Refused
+        return value
+
+    return Rule("a string", convert)
+
+
+def optional(rule: Rule) -> Rule:
+    """The same, or null."""
+    return Rule(f"{rule.text}, or null", lambda value: None if value is None else rule.convert(value))
+
+
+def pair(rule: Rule) -> Rule:
+    """A list of two such values, as a tuple."""
+
+    def convert(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, (list, tuple)) or len(value) != 2:
+            raise Refused
+        return tuple(rule.convert(item) for item in value)
+
+    return Rule(f"a list of two values, each {rule.text}", convert)
+
+
+def single(rule: Rule) -> Rule:
+    """The value itself or a list of one: DeepSpeed takes a list with one value per parameter group."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            if len(value) != 1:
+                raise Refused
+            value = value[0]
+        return rule.convert(value)
+
+    return Rule(f"{rule.text} (there are no parameter groups here: one value)", convert)
+
+
+def asked_for() -> Rule:
+    """An object that is only recorded: whether it is switched on (`enabled`, or just not empty)."""
+
+    def convert(value: Any) -> bool:
+        if value is None or isinstance(value, bool):
+            return bool(value)
+        if not isinstance(value, Mapping):
+            raise Refused
+        enabled = value.get("enabled", bool(value))
+        return False if enabled == "auto" else bool(boolean().convert(enabled))
+
+    return Rule("an object whose 'enabled', if there, is true or false", convert)
+
+
+def setting(
+    default: Default, rule: Rule, *, aliases: tuple[str, ...] = (), old: tuple[str, ...] = ()
+) -> Default:
+    """A field read by a rule; `aliases` are equal names, `old` deprecated ones (noted)."""
+    metadata = {"rule": rule, "aliases": aliases, "old": old}
+    field: Default = dataclasses.field(default=default, metadata=metadata)  # type: ignore[assignment]
+    return field
+
+
+def block(cls: type, *, aliases: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Field metadata: a block of its own, read into `cls`."""
+    return {"block": cls, "aliases": aliases, "old": ()}
+
+
+def names_of(cls: Any) -> dict[str, tuple[dataclasses.Field, bool]]:
+    """Every spelling a block accepts: name to (field, whether that spelling is deprecated)."""
+    spellings = {}
+    for field in dataclasses.fields(cls):
+        if not field.metadata:
+            continue
+        spellings[field.name] = (field, False)
+        spellings.update(dict.fromkeys(field.metadata["aliases"], (field, False)))
+        spellings.update(dict.fromkeys(field.metadata["old"], (field, True)))
+    return spellings
+
+
+def read_block(
+    cls: type[Block],
+    raw: Any,
+    path: str,
+    report: Report,
+    readers: Mapping[str, Callable[..., Any]] | None = None,
+) -> Block:
+    """One object of the file as its dataclass; what is wrong goes to the report.
+
+    Args:
+      cls: the dataclass of the block.
+      raw: the JSON value found there.
+      path: where, for messages; "" at the top level, where unknown keys are notes and not errors.
+      report: collects errors, notes, keys at "auto" and keys given.
+      readers: fields read by a function `(value, path, report)` of their own.
+
+    Returns:
+      The block. With errors in the report its values are not to be used.
+    """
+    values: dict[str, Any] = {}
+    seen: dict[str, str] = {}
+    spellings = names_of(cls)
+    if not isinstance(raw, Mapping):
+        report.error(
+            path or "the file", raw, "must be an object", "Write { ... } with the keys of this block."
+        )
+        raw = {}
+    for key, value in raw.items():
+        here = joined(path, key)
+        if not isinstance(key, str) or key not in spellings:
+            sentence = report.unknown(path, key, spellings)
+            (report.errors if path else report.notes).append(sentence + ("" if path else " It is ignored."))
+            continue
+        field, deprecated = spellings[key]
+        name = joined(path, field.name)
+        if field.name in seen:
+            rule = f"the same setting is also given as '{seen[field.name]}'"
+            report.error(here, value, rule, "Keep one of the two.")
+            continue
+        seen[field.name] = key
+        if deprecated:
+            report.notes.append(f"{here} is deprecated: read as {name}.")
+        report.given.append(name)
+        reader = (readers or {}).get(field.name)
+        if reader is not None:
+            values[field.name] = reader(value, here, report)
+        elif "block" in field.metadata:
+            if value is not None:
+                values[field.name] = read_block(field.metadata["block"], value, here, report)
+        elif isinstance(value, str) and value == "auto":
+            report.auto.append(name)
+        else:
+            values[field.name] = _read_value(field, value, here, report)
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        missing = field.default is REQUIRED and field.default_factory is REQUIRED
+        if missing and field.name not in values:
+            name = joined(path, field.name)
+            found = "auto" if name in report.auto else None
+            way_out = "Give a value" + (
+                ", or fill it with resolve_auto(config, overrides)." if found else "."
+            )
+            report.error(name, found, f"must be {field.metadata['rule'].text} and has no default", way_out)
+            values[field.name] = None
+    return cls(**values)
+
+
+def _read_value(field: dataclasses.Field, value: Any, path: str, report: Report) -> Any:
+    rule: Rule = field.metadata["rule"]
+    try:
+        converted = rule.convert(value)
+    except Refused:
+        default = None if field.default is REQUIRED else field.default
+        way_out = "Give such a value." if default is None else f"The default is {shown(default)}."
+        report.error(path, value, f"must be {rule.text}", way_out)
+        return default
+    if isinstance(converted, (bool, int, float)) and isinstance(value, str):
+        report.notes.append(f"{path}: the string {shown(value)} was read as {shown(converted)}.")
+    if isinstance(converted, bool) and isinstance(value, int) and not isinstance(value, bool):
+        report.notes.append(f"{path}: the number {value} was read as {shown(converted)}.")
+    return converted
