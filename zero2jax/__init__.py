@@ -1,17 +1,33 @@
 """ZeRO for JAX: optimizer state, gradients and parameters sharded over a data-parallel mesh."""
 
+from zero2jax.config import (
+    Config,
+    ConfigError,
+    ConfigWarning,
+    add_config_arguments,
+    load_config,
+    resolve_auto,
+)
 from zero2jax.engine import Engine
+from zero2jax.initialize import initialize
 from zero2jax.mesh import make_mesh
 from zero2jax.precision import Precision
 from zero2jax.shard_plan import LeafPlan, ShardPlan, make_shard_plan
 from zero2jax.state import TrainState
 
 __all__ = [
+    "Config",
+    "ConfigError",
+    "ConfigWarning",
     "Engine",
     "LeafPlan",
     "Precision",
     "ShardPlan",
     "TrainState",
+    "add_config_arguments",
+    "initialize",
+    "load_config",
     "make_mesh",
     "make_shard_plan",
+    "resolve_auto",
 ]

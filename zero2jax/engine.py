@@ -20,7 +20,7 @@ from zero2jax.mesh import DATA_AXIS, check_mesh, replicated
 from zero2jax.optimizer import checked_transformation
 from zero2jax.precision import Precision
 from zero2jax.pytrees import LeafPredicate, PyTree
-from zero2jax.shard_plan import guess_layer_dims
+from zero2jax.shard_plan import ShardPlan, guess_layer_dims
 from zero2jax.state import (
     Layout,
     TrainState,
@@ -56,7 +56,8 @@ class Engine:
         takes "once" when a stage-2 step has several microbatches.
       seed: seed of the keys that `loss_fn` gets; they differ per step, device and microbatch, not by stage.
       axis_name: mesh axis that state is sharded over.
-      compiler_options: for the compilation of this step alone, as for `jax.jit`.
+      compiler_options: for the compilation of this step alone, as for `jax.jit`; or a function that makes them
+        from the shard plan of the parameters.
 
     Example:
       >>> import zero2jax
@@ -85,7 +86,7 @@ class Engine:
         gather: str = "auto",
         seed: int = 0,
         axis_name: str = DATA_AXIS,
-        compiler_options: Mapping[str, Any] | None = None,
+        compiler_options: Mapping[str, Any] | Callable[[ShardPlan], Mapping[str, Any]] | None = None,
     ):
         _check_settings(stage, num_microbatches, gather)
         self.loss_fn = loss_fn
@@ -103,7 +104,7 @@ class Engine:
         self._param_specs = param_specs
         self._layer_dims = layer_dims
         self._gather_once = gather == "once" or (gather == "auto" and stage == 2 and num_microbatches > 1)
-        self._compiler_options = dict(compiler_options or {})
+        self._compiler_options = compiler_options
         self._layout: Layout | None = None
         self._jitted: dict[Any, Any] = {}
 
@@ -220,11 +221,12 @@ class Engine:
     def _jitted_step(self) -> Any:
         if "step" not in self._jitted:
             shardings = jax.tree.map(lambda x: x.sharding, self.layout.abstract_state(self.mesh))
+            options = self._compiler_options
             self._jitted["step"] = jax.jit(
                 self._program(self.layout).step,
                 donate_argnums=0,
                 out_shardings=(shardings, replicated(self.mesh)),
-                compiler_options=self._compiler_options or None,
+                compiler_options=dict(options(self.layout.params) if callable(options) else options or {}) or None,
             )
         return self._jitted["step"]
 

@@ -1,0 +1,143 @@
+"""`initialize`: from a DeepSpeed-style configuration to an engine. The one place where the two vocabularies meet."""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from zero2jax.config import Config, ConfigError, ConfigWarning, Source, device_notes, load_config, not_yet
+from zero2jax.engine import Engine
+from zero2jax.losses import LossFn
+from zero2jax.mesh import DATA_AXIS, check_mesh, make_mesh
+from zero2jax.optimizers import make_optimizer
+from zero2jax.precision import Precision
+from zero2jax.pytrees import LeafPredicate, PyTree
+from zero2jax.shard_plan import ShardPlan
+from zero2jax.xla_options import compiler_options
+
+_DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
+
+
+def initialize(
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation | None = None,
+    config: Source | None = None,
+    mesh: Mesh | None = None,
+    *,
+    trainable: PyTree | LeafPredicate | None = None,
+    param_specs: PyTree | None = None,
+    keep_fp32: LeafPredicate | None = None,
+    layer_dims: PyTree | None = None,
+    gather: str = "auto",
+    seed: int = 0,
+    axis_name: str = DATA_AXIS,
+) -> Engine:
+    """An engine that trains `loss_fn` as a DeepSpeed-style configuration says.
+
+    Args:
+      loss_fn: as for `Engine`.
+      tx: optax transformation; None builds the one of the configuration's `optimizer` and `scheduler` blocks.
+      config: path of a JSON file, its text, a dict, or a `Config`. None means stage 2 with bf16 compute; a
+        configuration with neither a `bf16` nor an `fp16` block means fp32, as in DeepSpeed.
+      mesh: device mesh; None puts all devices on the data axis.
+      trainable: as for `Engine`, like the arguments below.
+      param_specs: PartitionSpecs for the mesh axes other than the data axis.
+      keep_fp32: predicate for leaves that are computed in fp32 (norms, say).
+      layer_dims: leading layer dims per parameter.
+      gather: "use", "once" or "auto".
+      seed: seed of the keys that `loss_fn` gets.
+      axis_name: mesh axis that state is sharded over.
+
+    Raises:
+      ConfigError: the configuration breaks a rule, asks for what the engine cannot do yet, or has no optimizer
+        while `tx` is None.
+
+    Example:
+      >>> loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+      >>> engine = initialize(loss, optax.sgd(0.1), {"zero_optimization": {"stage": 3}}, make_mesh(data=1))
+      >>> engine.stage
+      3
+    """
+    settings = load_config({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}} if config is None else config)
+    missing = not_yet(settings)
+    if missing:
+        raise ConfigError(f"cannot train by {settings.name}: the engine does not have this yet", missing)
+    mesh = make_mesh() if mesh is None else mesh
+    num_shards = check_mesh(mesh, axis_name)
+    for note in device_notes(settings, num_shards):
+        warnings.warn(note, ConfigWarning, stacklevel=2)
+    batch_size, num_microbatches = _batch(settings, num_shards, axis_name)
+    return Engine(
+        loss_fn,
+        _optimizer(settings, tx, num_shards),
+        mesh,
+        stage=settings.zero_optimization.stage,
+        num_microbatches=num_microbatches,
+        batch_size=batch_size,
+        precision=_precision(settings, keep_fp32),
+        clip_norm=settings.gradient_clipping or None,
+        trainable=trainable,
+        param_specs=param_specs,
+        layer_dims=layer_dims,
+        gather=gather,
+        seed=seed,
+        axis_name=axis_name,
+        compiler_options=_options(settings, mesh),
+    )
+
+
+def _batch(settings: Config, num_shards: int, axis_name: str) -> tuple[int | None, int]:
+    """(batch size or None to take it from the data, number of microbatches)."""
+    if settings.train_batch_size is None and settings.train_micro_batch_size_per_gpu is None:
+        return None, settings.gradient_accumulation_steps or 1
+    total, _, steps = settings.batch_sizes(num_shards, shards_from=f"axis {axis_name!r} of the mesh")
+    return total, steps
+
+
+def _optimizer(settings: Config, tx: optax.GradientTransformation | None, num_shards: int) -> Any:
+    if tx is not None:
+        if settings.optimizer is not None:
+            warnings.warn(
+                f"{settings.name}: the `optimizer` block ({settings.optimizer.type}) is not used, since `tx` was "
+                f"given. Remove one of the two.",
+                ConfigWarning,
+                stacklevel=3,
+            )
+        made = tx
+    elif settings.optimizer is not None:
+        made = make_optimizer(settings.optimizer, settings.scheduler)
+    else:
+        raise ConfigError(
+            f"cannot train by {settings.name}",
+            ["optimizer: the file has no such block and `tx` is None. Pass tx=optax.adamw(...), or add the block."],
+        )
+    return made
+
+
+def _precision(settings: Config, keep_fp32: LeafPredicate | None) -> Precision:
+    compute = jnp.bfloat16 if settings.bf16.enabled else jnp.float32
+    reduced, accumulated = settings.communication_data_type, settings.data_types.grad_accum_dtype
+    return Precision(
+        compute_dtype=compute,
+        reduce_dtype=None if reduced is None else _DTYPES[reduced],
+        accumulate_dtype=_DTYPES[accumulated or "fp32"],
+        keep_fp32=keep_fp32,
+    )
+
+
+def _options(settings: Config, mesh: Mesh) -> Any:
+    """Compiler options as a function of the plan: thresholds are capped by the model's bytes."""
+    itemsize = 2 if settings.bf16.enabled else 4
+    platform = mesh.devices.flat[0].platform
+
+    def options(plan: ShardPlan) -> Mapping[str, Any]:
+        param_bytes = itemsize * sum(math.prod(leaf.shape) for leaf in plan.leaves)
+        return compiler_options(settings, platform, param_bytes)
+
+    return options
