@@ -464,7 +464,9 @@ def test_resolve_auto_by_path_and_nested():
         "scheduler": {"params": {"total_num_steps": 100, "warmup_num_steps": 10}},
         "bf16.enabled": True,
     }
-    with pytest.warns(ConfigWarning, match='gradient_clipping is "auto": read as 0.0'):
+    with pytest.warns(
+        ConfigWarning, match='left at "auto", so the default is used: optimizer.params.betas = '
+    ):
         config = resolve_auto(AUTO, overrides)
     assert (config.train_batch_size, config.optimizer.params.lr) == (64, 3e-4)
     assert config.scheduler.params.total_num_steps == 100

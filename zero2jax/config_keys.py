@@ -216,7 +216,7 @@ _NOT_YET = {
     **_table(
         Treatment.NOT_YET,
         {
-            "device": "optimizer state in host memory",
+            "device": "optimizer state outside device memory",
             "nvme_path": _WITH_OFFLOAD,
             "buffer_count": _WITH_OFFLOAD,
             "pin_memory": _WITH_OFFLOAD,
@@ -232,7 +232,7 @@ _NOT_YET = {
     **_table(
         Treatment.NOT_YET,
         {
-            "device": "parameters in host memory (stage 3; below it DeepSpeed ignores the block)",
+            "device": "parameters outside device memory; below stage 3 DeepSpeed ignores the block",
             "nvme_path": _WITH_OFFLOAD,
             "buffer_count": _WITH_OFFLOAD,
             "buffer_size": _WITH_OFFLOAD,

@@ -54,8 +54,10 @@ def check_rules(config: Config, report: Report) -> None:
     ignored = [key for key in config.given if key in KEYS and KEYS[key].treatment is Treatment.NO_EFFECT]
     if ignored:
         report.notes.append(f"no effect here: {', '.join(ignored)} (`zero2jax check` says why).")
-    if "gradient_clipping" in config.auto:
-        report.notes.append('gradient_clipping is "auto": read as 0.0, no clipping.')
+    values = {path: value for path, value, _ in settings(config) if path in config.auto and value is not None}
+    if values:
+        used = ", ".join(f"{path} = {shown(value)}" for path, value in values.items())
+        report.notes.append(f'left at "auto", so the default is used: {used}.')
 
 
 def _refused(config: Config, report: Report) -> None:
