@@ -10,8 +10,10 @@ from zero2jax.config import (
 )
 from zero2jax.engine import Engine
 from zero2jax.initialize import initialize
+from zero2jax.memory import MemoryReport, live_bytes
 from zero2jax.mesh import make_mesh
 from zero2jax.precision import Precision
+from zero2jax.shard_optimizer import shard_optimizer
 from zero2jax.shard_plan import LeafPlan, ShardPlan, make_shard_plan
 from zero2jax.state import TrainState
 
@@ -21,13 +23,16 @@ __all__ = [
     "ConfigWarning",
     "Engine",
     "LeafPlan",
+    "MemoryReport",
     "Precision",
     "ShardPlan",
     "TrainState",
     "add_config_arguments",
     "initialize",
+    "live_bytes",
     "load_config",
     "make_mesh",
     "make_shard_plan",
     "resolve_auto",
+    "shard_optimizer",
 ]

@@ -19,7 +19,9 @@ def check_batch(batch: PyTree, num_shards: int, num_microbatches: int, batch_siz
     """
     leaves = [(path_string(path), np.shape(x)) for path, x in jax.tree_util.tree_leaves_with_path(batch)]
     if not leaves:
-        raise ValueError("reading the batch: it has no arrays. Pass a pytree of arrays of shape (batch, ...).")
+        raise ValueError(
+            "reading the batch: it has no arrays. Pass a pytree of arrays of shape (batch, ...)."
+        )
     for path, shape in leaves:
         if not shape:
             raise ValueError(

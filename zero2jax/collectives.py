@@ -36,7 +36,9 @@ def psum(x: jax.Array, axis_name: str, placement: Placement = ()) -> jax.Array:
 def _on_local_shard(
     collective: Callable[[jax.Array], jax.Array], placement: Placement
 ) -> Callable[[jax.Array], jax.Array]:
-    names = {n for entry in placement for n in (entry if isinstance(entry, tuple) else (entry,)) if n is not None}
+    names = {
+        n for entry in placement for n in (entry if isinstance(entry, tuple) else (entry,)) if n is not None
+    }
     if not names:
         return collective
     return jax.shard_map(

@@ -16,6 +16,7 @@ from zero2jax import losses
 from zero2jax.batches import abstract_batch, check_batch, place_batch
 from zero2jax.gradients import GradientSettings
 from zero2jax.losses import LossFn
+from zero2jax.memory import MemoryReport, measure_memory
 from zero2jax.mesh import DATA_AXIS, check_mesh, replicated
 from zero2jax.optimizer import checked_transformation
 from zero2jax.precision import Precision
@@ -143,7 +144,9 @@ class Engine:
         self._jitted = {}
         return self._layout.abstract_state(self.mesh)
 
-    def init(self, params: PyTree | Callable[..., PyTree], *args: Any, batch: PyTree | None = None) -> TrainState:
+    def init(
+        self, params: PyTree | Callable[..., PyTree], *args: Any, batch: PyTree | None = None
+    ) -> TrainState:
         """The state before the first step, straight into shards: no device ever holds a whole copy.
 
         Args:
@@ -218,6 +221,14 @@ class Engine:
         state = self.layout.abstract_state(self.mesh)
         return self._jitted_step().lower(state, abstract_batch(batch, self.mesh, self.axis_name), {})  # type: ignore[no-any-return]
 
+    def memory(self, state: TrainState, batch: PyTree) -> MemoryReport:
+        """Measured bytes per device by class beside the formula; compiles the step for `batch` (arrays or shapes)."""
+        check_state(state, self.layout)
+        program = self._program(self.layout)
+        shapes = (self.layout.abstract_state(self.mesh), abstract_batch(batch, self.mesh, self.axis_name))
+        gradients = jax.jit(program.gradients).lower(*shapes).compile()
+        return measure_memory(state, self.lower(batch).compile(), gradients, self.layout, program.settings)
+
     def _jitted_step(self) -> Any:
         if "step" not in self._jitted:
             shardings = jax.tree.map(lambda x: x.sharding, self.layout.abstract_state(self.mesh))
@@ -226,7 +237,8 @@ class Engine:
                 self._program(self.layout).step,
                 donate_argnums=0,
                 out_shardings=(shardings, replicated(self.mesh)),
-                compiler_options=dict(options(self.layout.params) if callable(options) else options or {}) or None,
+                compiler_options=dict(options(self.layout.params) if callable(options) else options or {})
+                or None,
             )
         return self._jitted["step"]
 
@@ -244,7 +256,12 @@ class Engine:
 
     def _program(self, layout: Layout, loss_fn: LossFn | None = None) -> StepProgram:
         settings = GradientSettings(
-            layout.params, layout.trainable, self.stage, self.num_microbatches, self._gather_once, self.precision
+            layout.params,
+            layout.trainable,
+            self.stage,
+            self.num_microbatches,
+            self._gather_once,
+            self.precision,
         )
         loss = losses.normalized(loss_fn or self.loss_fn)
         return StepProgram(loss, self._tx, self.mesh, layout, settings, self._clip_norm)

@@ -59,6 +59,12 @@ class GradientSettings:
         leaf = self.plan.leaves[i]
         return self.precision.compute(leaf) if self.trainable[i] else leaf.dtype
 
+    def gradient_dtype(self, i: int) -> Any:
+        """The dtype in which a step's gradient of leaf `i` is kept until the optimizer sees it."""
+        accumulated = self.num_microbatches > 1
+        reduced = self.precision.reduce(self.plan.leaves[i])
+        return jnp.dtype(self.precision.accumulate_dtype) if accumulated else reduced
+
     def use(self, i: int, *, gathered: bool = False) -> Use:
         """How leaf `i` appears."""
         return use_of_leaf(self.plan.leaves[i], self.compute_dtype(i), self.axis_name, gathered=gathered)
@@ -172,7 +178,9 @@ def _at_use(loss: Loss, settings: GradientSettings, shards: Sequence[jax.Array])
     def objective(ports: list[jax.Array], batch: PyTree, rng: jax.Array) -> tuple[jax.Array, LossTerms]:
         weighted = lambda params, batch, rng: _weighted_loss(loss, params, batch, rng)
         port_of = dict(zip(trained, ports, strict=True))
-        standins = [Standin(use, x, port_of.get(i)) for i, (use, x) in enumerate(zip(uses, sources, strict=True))]
+        standins = [
+            Standin(use, x, port_of.get(i)) for i, (use, x) in enumerate(zip(uses, sources, strict=True))
+        ]
         return _evaluated(weighted, settings, standins, batch, rng, regather=settings.stage == 3)
 
     def gradient(batch: PyTree, rng: jax.Array) -> tuple[list[jax.Array], LossTerms]:
@@ -240,4 +248,4 @@ def layer_dims_of_loss(loss: Loss, shapes: PyTree, batch: PyTree, rng: jax.Array
     """The number of leading layer dims per parameter, read from the loss function's scans; shapes are enough."""
     jaxpr, _ = jaxprs.trace(loss, shapes, batch, rng)
     leaves, treedef = jax.tree.flatten(shapes)
-    return treedef.unflatten(scan_depths(jaxpr, len(leaves)))
+    return jax.tree.unflatten(treedef, scan_depths(jaxpr, len(leaves)))

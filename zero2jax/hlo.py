@@ -16,7 +16,9 @@ _ITEM_BYTES = {"pred": 1, "token": 0}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$|^(ENTRY )?%?([\w.\-]+) \{\s*$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ?([\w\-]+)\((.*)$")
 _ARRAY = re.compile(r"\b([a-z]+[0-9]*(?:e[0-9]m[0-9]\w*)?)\[([0-9,]*)\]")
-_CALLED = re.compile(r"(?:calls|to_apply|body|called_computations|branch_computations)=\{?((?:%?[\w.\-]+(?:, )?)+)\}?")
+_CALLED = re.compile(
+    r"(?:calls|to_apply|body|called_computations|branch_computations)=\{?((?:%?[\w.\-]+(?:, )?)+)\}?"
+)
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -117,7 +119,10 @@ def _operands(rest: str) -> list[str]:
 
 
 def _type_bytes(text: str) -> int:
-    return sum(_item_bytes(kind) * math.prod(int(d) for d in dims.split(",") if d) for kind, dims in _ARRAY.findall(text))
+    return sum(
+        _item_bytes(kind) * math.prod(int(d) for d in dims.split(",") if d)
+        for kind, dims in _ARRAY.findall(text)
+    )
 
 
 def _item_bytes(kind: str) -> int:

@@ -1,12 +1,10 @@
 """`initialize`: from a DeepSpeed-style configuration to an engine. The one place where the two vocabularies meet."""
 
-import dataclasses
 import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
@@ -64,7 +62,9 @@ def initialize(
       >>> engine.stage
       3
     """
-    settings = load_config({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}} if config is None else config)
+    settings = load_config(
+        {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}} if config is None else config
+    )
     missing = not_yet(settings)
     if missing:
         raise ConfigError(f"cannot train by {settings.name}: the engine does not have this yet", missing)
@@ -115,7 +115,9 @@ def _optimizer(settings: Config, tx: optax.GradientTransformation | None, num_sh
     else:
         raise ConfigError(
             f"cannot train by {settings.name}",
-            ["optimizer: the file has no such block and `tx` is None. Pass tx=optax.adamw(...), or add the block."],
+            [
+                "optimizer: the file has no such block and `tx` is None. Pass tx=optax.adamw(...), or add the block."
+            ],
         )
     return made
 

@@ -86,7 +86,9 @@ def _scalar(x: Any, name: str, *, integers: bool = False) -> jax.Array:
     arrays = jax.tree.leaves(x)
     shape = getattr(arrays[0], "shape", ()) if len(arrays) == 1 else None
     kinds = (jnp.floating, jnp.integer, jnp.bool_) if integers else (jnp.floating,)
-    good = len(arrays) == 1 and shape == () and any(jnp.issubdtype(jnp.result_type(arrays[0]), k) for k in kinds)
+    good = (
+        len(arrays) == 1 and shape == () and any(jnp.issubdtype(jnp.result_type(arrays[0]), k) for k in kinds)
+    )
     if not good:
         found = jax.tree.map(lambda a: f"{jnp.result_type(a).name}{list(jnp.shape(a))}", x)
         raise ValueError(
@@ -110,7 +112,9 @@ def weighted(terms: LossTerms) -> LossTerms:
 def over_microbatches(stacked: LossTerms) -> LossTerms:
     """Addends stacked along a leading microbatch dim (K, ...), brought together."""
     summed = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), stacked._replace(frozen=None))
-    return summed._replace(frozen=jax.tree.map(lambda x: _mean_or_max(x, lambda y: y.mean(0)), stacked.frozen))
+    return summed._replace(
+        frozen=jax.tree.map(lambda x: _mean_or_max(x, lambda y: y.mean(0)), stacked.frozen)
+    )
 
 
 def over_devices(terms: LossTerms, axis_name: str) -> LossTerms:
@@ -118,7 +122,9 @@ def over_devices(terms: LossTerms, axis_name: str) -> LossTerms:
     summed = jax.lax.psum(terms._replace(frozen=None), axis_name)
     frozen = jax.tree.map(
         lambda x: (
-            jax.lax.pmean(x, axis_name) if jnp.issubdtype(x.dtype, jnp.floating) else jax.lax.pmax(x, axis_name)
+            jax.lax.pmean(x, axis_name)
+            if jnp.issubdtype(x.dtype, jnp.floating)
+            else jax.lax.pmax(x, axis_name)
         ),
         terms.frozen,
     )

@@ -27,7 +27,9 @@ def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axes: int) -> Me
     """
     available = list(jax.devices()) if devices is None else list(devices)
     axes = axes or {DATA_AXIS: -1}
-    if sum(size == -1 for size in axes.values()) > 1 or any(size < 1 and size != -1 for size in axes.values()):
+    if sum(size == -1 for size in axes.values()) > 1 or any(
+        size < 1 and size != -1 for size in axes.values()
+    ):
         raise ValueError(
             f"making a mesh with axes {axes}: every axis size must be a positive number, and at most one may be -1 "
             f"(it takes the devices that the others leave)."

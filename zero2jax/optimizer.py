@@ -26,7 +26,7 @@ def checked_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(tx)
 
 
-def check_state(opt_state: PyTree) -> None:
+def refuse_multi_steps(opt_state: PyTree) -> None:
     """Raise a ValueError if an optimizer state (shapes are enough) holds one of `optax.MultiSteps`."""
     is_multi = lambda x: isinstance(x, optax.MultiStepsState)
     if any(is_multi(x) for x in jax.tree.leaves(opt_state, is_leaf=is_multi)):
@@ -36,7 +36,8 @@ def check_state(opt_state: PyTree) -> None:
 _MULTI_STEPS = (
     "reading the optimizer: it contains optax.MultiSteps, which updates on every microbatch and keeps whole "
     "accumulators. The step accumulates by itself, in shards: pass the inner transformation, and set "
-    "num_microbatches (`gradient_accumulation_steps` in a DeepSpeed JSON) with the batch of the whole step."
+    "num_microbatches (`gradient_accumulation_steps` in a DeepSpeed JSON) with the batch of the whole step. Around "
+    "zero2jax.shard_optimizer, optax.MultiSteps may go on the outside."
 )
 
 

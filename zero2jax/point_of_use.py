@@ -228,7 +228,9 @@ def _apply(eqn: Any, operands: list[Any], mode: Mode) -> Sequence[Any]:
 
 
 # Operations on a parameter alone that are cheap to repeat after each gather.
-_DEFERRABLE = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "slice"})
+_DEFERRABLE = frozenset(
+    {"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "slice"}
+)
 
 
 def _recomputing(
@@ -239,7 +241,10 @@ def _recomputing(
 
     def inner(*inner_arrays: Any) -> Sequence[jax.Array]:
         return fun(
-            *[x.with_arrays(a) if isinstance(x, Standin) else a for x, a in zip(operands, inner_arrays, strict=True)]
+            *[
+                x.with_arrays(a) if isinstance(x, Standin) else a
+                for x, a in zip(operands, inner_arrays, strict=True)
+            ]
         )
 
     return jax.checkpoint(inner, **options)(*arrays)
@@ -291,35 +296,36 @@ def _scanned(x: Any, mode: Mode) -> Any:
 
 def _pick_layers(eqn: Any, x: Standin, indices: Sequence[Any], mode: Mode) -> Standin | None:
     """The stand-in of `eqn` applied to `x`, if that leaves the sharded dim alone and can act on the shard."""
-    dim, shape = x.use.dim, tuple(eqn.invars[0].aval.shape)
+    dim = x.use.dim
     appeared = (x.origin or x).value is not None
     if dim is None or not x.keeps_layers or (mode.holds and appeared):
         return None
-    params, name = eqn.params, eqn.primitive.name
-    placement = x.use.placement
-    if name == "squeeze" and dim not in params["dimensions"]:
-        dropped = params["dimensions"]
-        placement = tuple(entry for i, entry in enumerate(placement) if i not in dropped)
-        change = lambda a: jax.lax.squeeze(a, dropped)
-        dim -= sum(i < dim for i in dropped)
-    elif name == "slice" and _takes_all(params, dim, shape):
-        start, limit, strides = params["start_indices"], params["limit_indices"], params["strides"]
-        change = lambda a: jax.lax.slice(a, start, _put(limit, x.use.dim, a.shape[x.use.dim]), strides)
-    elif name == "dynamic_slice" and params["slice_sizes"][dim] == shape[dim]:
-        sizes = params["slice_sizes"]
-        change = lambda a: jax.lax.dynamic_slice(
-            a, _put(indices, x.use.dim, 0), _put(sizes, x.use.dim, a.shape[x.use.dim])
-        )
-    elif name == "reshape" and (leading := _reshaped_leading(shape, params["new_sizes"], dim)) is not None:
-        if any(entry is not None for entry in placement[:dim]):
+    shape, params, placement = tuple(eqn.invars[0].aval.shape), eqn.params, x.use.placement
+    new_dim = dim
+    match eqn.primitive.name:
+        case "squeeze" if dim not in params["dimensions"]:
+            dropped = params["dimensions"]
+            placement = tuple(entry for i, entry in enumerate(placement) if i not in dropped)
+            new_dim = dim - sum(i < dim for i in dropped)
+            change = lambda a: jax.lax.squeeze(a, dropped)
+        case "slice" if _takes_all(params, dim, shape):
+            start, limit, strides = params["start_indices"], params["limit_indices"], params["strides"]
+            change = lambda a: jax.lax.slice(a, start, _put(limit, dim, a.shape[dim]), strides)
+        case "dynamic_slice" if params["slice_sizes"][dim] == shape[dim]:
+            sizes = params["slice_sizes"]
+            start = _put(indices, dim, 0)
+            change = lambda a: jax.lax.dynamic_slice(a, start, _put(sizes, dim, a.shape[dim]))
+        case "reshape":
+            leading = _reshaped_leading(shape, params["new_sizes"], dim)
+            if leading is None or any(entry is not None for entry in placement[:dim]):
+                return None
+            placement = (*[None] * len(leading), *placement[dim:]) if placement else ()
+            new_dim = len(leading)
+            change = lambda a: a.reshape(*leading, *a.shape[dim:])
+        case _:
             return None
-        placement = (*[None] * len(leading), *placement[dim:]) if placement else ()
-        change = lambda a: a.reshape(*leading, *a.shape[x.use.dim :])
-        dim = len(leading)
-    else:
-        return None
     arrays = (change(x.source), None if x.port is None else change(x.port))
-    return x.with_arrays(arrays, use=dataclasses.replace(x.use, dim=dim, placement=placement))
+    return x.with_arrays(arrays, use=dataclasses.replace(x.use, dim=new_dim, placement=placement))
 
 
 def _takes_all(params: Any, dim: int, shape: tuple[int, ...]) -> bool:

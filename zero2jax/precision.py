@@ -1,7 +1,8 @@
 """In which dtype a parameter rests, appears, and has its gradient reduced and accumulated.
 
 Masters rest in fp32 (a wider dtype stays as it is); the loss sees the compute dtype. Frozen leaves rest and appear
-in the dtype they were given: hand over a frozen base model in bf16, batch statistics in fp32. Mixed precision as in Micikevicius et al., arXiv:1710.03740; ZeRO, arXiv:1910.02054, section 3.1.
+in the dtype they were given: hand over a frozen base model in bf16, batch statistics in fp32.
+Mixed precision as in Micikevicius et al., arXiv:1710.03740; ZeRO, arXiv:1910.02054, section 3.1.
 """
 
 import dataclasses

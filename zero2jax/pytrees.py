@@ -20,7 +20,9 @@ def leaf_paths(tree: PyTree) -> list[str]:
     return [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def select_leaves(tree: PyTree, choice: PyTree | LeafPredicate | None, *, default: bool, name: str) -> list[bool]:
+def select_leaves(
+    tree: PyTree, choice: PyTree | LeafPredicate | None, *, default: bool, name: str
+) -> list[bool]:
     """One boolean per leaf, from a predicate over (path, leaf), a tree of booleans, or None (`default`).
 
     Raises:
@@ -37,7 +39,7 @@ def select_leaves(tree: PyTree, choice: PyTree | LeafPredicate | None, *, defaul
 
 def check_same_structure(expected: PyTree, found: PyTree, expected_name: str, found_name: str) -> None:
     """Raise a ValueError that names the first leaf at which two trees differ in structure."""
-    if jax.tree.structure(expected) == jax.tree.structure(found):
+    if jax.tree.structure(expected) == jax.tree.structure(found):  # type: ignore[operator]
         return
     a, b = leaf_paths(expected), leaf_paths(found)
     missing = [p for p in a if p not in set(b)]

@@ -57,7 +57,9 @@ class LeafPlan:
         """Global shape at rest, with padding."""
         if self.dim is None:
             return self.shape
-        return tuple(padded_size(d, self.num_shards) if i == self.dim else d for i, d in enumerate(self.shape))
+        return tuple(
+            padded_size(d, self.num_shards) if i == self.dim else d for i, d in enumerate(self.shape)
+        )
 
     @property
     def rest_bytes(self) -> int:
@@ -144,8 +146,12 @@ class ShardPlan:
                 )
             )
         widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        total = f"{len(self.leaves)} leaves over {self.num_shards} shards: {self.rest_bytes:,} bytes per device"
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+        total = (
+            f"{len(self.leaves)} leaves over {self.num_shards} shards: {self.rest_bytes:,} bytes per device"
+        )
         return "\n".join([*lines, total])
 
     __str__ = table
@@ -284,7 +290,9 @@ def guess_layer_dims(shapes: PyTree) -> PyTree:
         return len(members) > 1 and same and all(len(shape) > 1 for shape in members)
 
     stacks = {key for key, members in groups.items() if is_stack(members)}
-    return treedef.unflatten([int(any(key[:d] in stacks for d in range(len(key) + 1))) for key in keys])
+    return jax.tree.unflatten(
+        treedef, [int(any(key[:d] in stacks for d in range(len(key) + 1))) for key in keys]
+    )
 
 
 def plan_like(shapes: PyTree, params: ShardPlan) -> ShardPlan:

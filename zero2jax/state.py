@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from zero2jax import padding
 from zero2jax.mesh import replicated
+from zero2jax.optimizer import refuse_multi_steps
 from zero2jax.precision import master_dtype
 from zero2jax.pytrees import LeafPredicate, PyTree, path_string, select_leaves
 from zero2jax.shard_plan import LeafPlan, ShardPlan, check_model_axes, make_shard_plan, plan_like
@@ -61,10 +62,10 @@ class Layout:
         whole = replicated(mesh)
         key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         return TrainState(
-            step=jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
+            step=jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),  # type: ignore[arg-type]
             params=self.params.rest_shapes(mesh),
             opt_state=self.opt_state.rest_shapes(mesh),
-            rng=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole),
+            rng=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole),  # type: ignore[arg-type]
         )
 
 
@@ -97,8 +98,12 @@ def make_layout(
     flags = tuple(select_leaves(shapes, trainable, default=True, name="trainable"))
     _check_floating(shapes, flags)
     leaves, treedef = jax.tree.flatten(shapes)
-    rest = treedef.unflatten(
-        [jax.ShapeDtypeStruct(x.shape, master_dtype(x.dtype)) if t else x for x, t in zip(leaves, flags, strict=True)]
+    rest = jax.tree.unflatten(
+        treedef,
+        [
+            jax.ShapeDtypeStruct(x.shape, master_dtype(x.dtype)) if t else x
+            for x, t in zip(leaves, flags, strict=True)
+        ],
     )
     plan = make_shard_plan(
         rest,
@@ -110,6 +115,7 @@ def make_layout(
     )
     check_model_axes(plan, mesh)
     opt_shapes = jax.eval_shape(tx.init, select(rest, flags))
+    refuse_multi_steps(opt_shapes)
     return Layout(plan, plan_like(opt_shapes, plan), flags)
 
 
@@ -122,14 +128,18 @@ def shapes_of(tree: PyTree) -> PyTree:
 def select(params: PyTree, trainable: tuple[bool, ...]) -> PyTree:
     """`params` with `optax.MaskedNode()` in the place of each frozen leaf, as `optax.masked` does it."""
     leaves, treedef = jax.tree.flatten(params)
-    return treedef.unflatten([x if t else optax.MaskedNode() for x, t in zip(leaves, trainable, strict=True)])
+    return jax.tree.unflatten(
+        treedef, [x if t else optax.MaskedNode() for x, t in zip(leaves, trainable, strict=True)]
+    )
 
 
 def merge(trained: PyTree, params: PyTree, trainable: tuple[bool, ...]) -> PyTree:
     """`params` with its trainable leaves taken from `trained`, a tree as `select` makes it."""
     leaves, treedef = jax.tree.flatten(params)
     new = iter(jax.tree.leaves(trained))
-    return treedef.unflatten([next(new) if t else x for x, t in zip(leaves, trainable, strict=True)])
+    return jax.tree.unflatten(
+        treedef, [next(new) if t else x for x, t in zip(leaves, trainable, strict=True)]
+    )
 
 
 def _check_floating(shapes: PyTree, trainable: tuple[bool, ...]) -> None:
@@ -157,7 +167,9 @@ def place_params(params: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
             single = jax.jit(lambda x: _padded(leaf, x.astype(leaf.dtype)), out_shardings=sharding)
             return single(x)
         host = np.asarray(x)
-        return jax.make_array_from_callback(leaf.rest_shape, sharding, lambda index: _slice(leaf, host, index))
+        return jax.make_array_from_callback(
+            leaf.rest_shape, sharding, lambda index: _slice(leaf, host, index)
+        )
 
     return plan.map(one, params)
 

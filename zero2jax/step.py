@@ -17,7 +17,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from zero2jax import losses, padding
-from zero2jax.gradients import GradientSettings, Loss, gather_params, layer_dims_of_loss, local_gradients, local_loss
+from zero2jax.gradients import (
+    GradientSettings,
+    Loss,
+    gather_params,
+    layer_dims_of_loss,
+    local_gradients,
+    local_loss,
+)
 from zero2jax.losses import LossTerms
 from zero2jax.optimizer import learning_rate
 from zero2jax.pytrees import PyTree, check_same_structure, path_string
@@ -46,7 +53,9 @@ class StepProgram:
     settings: GradientSettings
     clip_norm: float | None
 
-    def step(self, state: TrainState, batch: PyTree, extra_args: dict[str, Any]) -> tuple[TrainState, Metrics]:
+    def step(
+        self, state: TrainState, batch: PyTree, extra_args: dict[str, Any]
+    ) -> tuple[TrainState, Metrics]:
         """The state after one optimizer update, and the metrics; see `Engine.step`."""
         grads, totals = self.gradients(state, batch)
         params = padding.cut(state.params, self.layout.params, self.mesh)
@@ -164,7 +173,11 @@ class StepProgram:
         known = {leaf.path: leaf for leaf, t in self._leaves() if not t}
         for path, x in new.items():
             if path not in known or known[path].shape != x.shape:
-                rule = f"shape {known[path].shape}" if path in known else f"one of the frozen leaves {sorted(known)[:8]}"
+                rule = (
+                    f"shape {known[path].shape}"
+                    if path in known
+                    else f"one of the frozen leaves {sorted(known)[:8]}"
+                )
                 raise ValueError(
                     f"storing aux['frozen']: leaf {path!r} of shape {x.shape} does not fit, expected {rule}. Return "
                     f"new values under the paths that the frozen leaves have in the parameters."
