@@ -125,6 +125,7 @@ def test_check_prints_json(ds_config, capsys):
         "key": "train_batch_size",
         "value": 32,
         "given": True,
+        "auto": False,
         "treatment": "implemented",
         "becomes": KEYS["train_batch_size"].becomes,
     }

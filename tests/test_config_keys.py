@@ -112,5 +112,5 @@ def test_every_field_has_a_treatment_and_every_treatment_a_field():
     for kind, types in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)):
         paths |= {f"{kind}.params.{name}" for cls in types.values() for name in names_of(cls)}
     converted = {path for path, key in KEYS.items() if key.treatment is Treatment.CONVERTED}
-    assert set(KEYS) - converted == paths | {"optimizer.legacy_fusion"}
+    assert set(KEYS) - converted == paths
     assert all(key.becomes for key in KEYS.values())

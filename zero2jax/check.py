@@ -30,11 +30,12 @@ _SHARDED = (
 
 @dataclass(frozen=True)
 class Row:
-    """One key: its value, whether the file has it, and what becomes of it."""
+    """One key: its value, whether the file has it, there left at "auto", and what becomes of it."""
 
     key: str
     value: Any
     given: bool
+    auto: bool
     treatment: str
     becomes: str
 
@@ -80,11 +81,12 @@ def check_config(config: Config, num_devices: int | None = None, *, every_key: b
 def _rows(config: Config) -> Iterator[Row]:
     given = set(config.given)
     for path, value, _ in settings(config):
-        yield Row(path, value, path in given, KEYS[path].treatment, KEYS[path].becomes)
+        key = KEYS[path]
+        yield Row(path, value, path in given, path in config.auto, key.treatment, key.becomes)
     for path, value in _leaves(config.source):
         old = "bfloat16" if path.startswith("bfloat16.") else path
         if old in KEYS and KEYS[old].treatment is Treatment.CONVERTED:
-            yield Row(path, value, True, KEYS[old].treatment, KEYS[old].becomes)
+            yield Row(path, value, True, False, KEYS[old].treatment, KEYS[old].becomes)
 
 
 def _leaves(source: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -112,6 +114,10 @@ def _effective(config: Config, num_devices: int | None) -> dict[str, str]:
     }
     if "gradient_clipping" not in config.given:
         effective["gradient clipping"] += " (the key is absent; DeepSpeed since 0.19.3 would clip at 1.0)"
+    if config.bf16.enabled:
+        effective["non-finite gradients"] = (
+            "the step is applied; DeepSpeed skips it (bf16.check_grad_overflow)"
+        )
     options = compiler_options(config, "gpu", _NO_CAP)
     for name, value in options.items():
         at_most = "at most the model, " if name.endswith("_bytes") else ""
@@ -155,7 +161,8 @@ def print_report(report: CheckReport, console: Console | None = None) -> None:
     for name in ("value", "treatment", "what it became"):
         keys.add_column(name, overflow="fold")
     for row in report.keys:
-        value = escape(shown(row.value)) + ("" if row.given else " (default)")
+        origin = " (auto)" if row.auto else "" if row.given else " (default)"
+        value = escape(shown(row.value)) + origin
         keys.add_row(row.key, value, row.treatment, escape(row.becomes))
     if report.keys:
         console.print(keys)

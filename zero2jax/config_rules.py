@@ -36,6 +36,8 @@ def settings(value: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
             if found is not None:
                 yield f"{here}.type", found.type, None
                 yield from settings(found.params, f"{here}.params")
+                if here == "optimizer":
+                    yield "optimizer.legacy_fusion", found.legacy_fusion, False
         elif "block" in field.metadata:
             if found is not None:
                 yield from settings(found, here)
@@ -160,7 +162,7 @@ def not_yet(config: Config) -> list[str]:
         asked = value != default
         if block == "bf16":
             # DeepSpeed's default is true; only a file that says so is refused.
-            asked = config.bf16.enabled and (value and path in config.given if default else value)
+            asked = config.bf16.enabled and value and (path in config.given or not default)
         elif name in ("mics_shard_size", "zero_hpz_partition_size"):
             asked = value > default
         elif block == "zero_optimization.offload_param":

@@ -46,6 +46,12 @@ def make_optimizer(
 
     Returns:
       `update` needs `params`. State: `optax.InjectStatefulHyperparamsState`.
+
+    >>> from zero2jax.config import load_config
+    >>> config = load_config({"optimizer": {"type": "AdamW", "params": {"lr": 0.25}}})
+    >>> state = make_optimizer(config.optimizer).init({"w": jnp.ones(2)})
+    >>> float(state.hyperparams["learning_rate"])
+    0.25
     """
     params = optimizer.params
     if isinstance(params, MuonParams):

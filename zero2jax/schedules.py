@@ -31,6 +31,12 @@ def make_schedule(scheduler: SchedulerBlock | None, lr: float) -> optax.Schedule
     Args:
       scheduler: the block of the configuration.
       lr: the optimizer's own learning rate; WarmupCosineLR scales it, WarmupLR ends at it by default.
+
+    >>> from zero2jax.config_params import WarmupLRParams
+    >>> block = SchedulerBlock("warmuplr", WarmupLRParams(warmup_num_steps=4, warmup_type="linear"))
+    >>> schedule = make_schedule(block, lr=1.0)
+    >>> [float(schedule(count)) for count in range(6)]
+    [0.0, 0.0, 0.25, 0.5, 0.75, 1.0]
     """
     if scheduler is None:
         return lr
