@@ -168,7 +168,7 @@ def place_params(params: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
             return single(x)
         host = np.asarray(x)
         return jax.make_array_from_callback(
-            leaf.rest_shape, sharding, lambda index: _slice(leaf, host, index)
+            leaf.rest_shape, sharding, lambda index: _slice(leaf, host, index or ())
         )
 
     return plan.map(one, params)
