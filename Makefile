@@ -1,0 +1,40 @@
+# `make demo` and `make test` do all their own set-up, in a virtual environment of the project.
+#   PYTHON  interpreter to make it from, 3.11 or newer (default: the first one found)
+#   VENV    where to keep it
+#   EXTRAS  extras of pyproject.toml to install for `make test`
+
+PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.14 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+EXTRAS ?= dev
+BIN := $(VENV)/bin
+OUT ?= out/demo
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.example
+	$(BIN)/python examples/gpt/train.py --deepspeed_config configs/stage2.json --devices 8 --out $(OUT)
+
+test: $(VENV)/.$(EXTRAS)
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 tests
+
+lint: $(VENV)/.$(EXTRAS)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.$(EXTRAS)
+	JAX_PLATFORMS=cpu $(BIN)/python tests/benchmarks/step.py
+	JAX_PLATFORMS=cpu $(BIN)/python tests/benchmarks/aot.py
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "zero2jax needs Python 3.11 or newer; set PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp per set of extras: `.venv/.dev`, `.venv/.example`, ...
+$(VENV)/.%: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) out
