@@ -14,7 +14,16 @@ import numpy as np
 
 HELD_OUT = 20  # one part in 20 is never trained on
 # Not always installed, or large tables that no one would call text.
-SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "encodings", "idlelib", "lib2to3", "site-packages", "test", "tests"}
+SKIPPED_FOLDERS = {
+    "__pycache__",
+    "dist-packages",
+    "encodings",
+    "idlelib",
+    "lib2to3",
+    "site-packages",
+    "test",
+    "tests",
+}
 
 
 def standard_library_files() -> list[Path]:

@@ -1,9 +1,9 @@
 """A pre-LN GPT in Flax NNX, layers under `nnx.scan`, each recomputed in backward by `nnx.remat`.
 
 Nothing in this file knows about ZeRO or about devices. `make_loss(config)` gives the two pure functions that
-a training loop needs: `init_fn(key) -> params` and `loss_fn(params, tokens) -> loss`, with `params` an
-`nnx.State` (a pytree of arrays). The parameters of all layers are stacked, (L, ...), and scanned over, so each
-layer's parameters are used, and can be gathered, inside the loop.
+a training loop needs: `init_fn(key) -> params` and `loss_fn(params, tokens) -> loss`, with `params` a nested
+dict of arrays. The parameters of all layers are stacked, (L, ...), and scanned over, so each layer's parameters
+are used, and can be gathered, inside the loop.
 
     B sequences, T tokens each, D width, H heads, L layers, V vocabulary
 """
@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +31,7 @@ class GPTConfig:
 
 
 PRESETS = {
-    "tiny": GPTConfig(num_layers=4, hidden=128, num_heads=4, context=128, vocab=256),
+    "tiny": GPTConfig(num_layers=2, hidden=128, num_heads=4, context=128, vocab=256),
     "small": GPTConfig(num_layers=12, hidden=768, num_heads=12, context=1024, vocab=50304),  # GPT-2, 124e6
     "6.7b": GPTConfig(num_layers=32, hidden=4096, num_heads=32, context=2048, vocab=50304),  # GPT-3, 6.7e9
 }
@@ -46,7 +48,9 @@ class Block(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         D, L = config.hidden, config.num_layers
         init = nnx.initializers.lecun_normal()
-        out_init = nnx.initializers.variance_scaling(0.5 / L, "fan_in", "normal")  # 2 L sums into the residual
+        out_init = nnx.initializers.variance_scaling(
+            0.5 / L, "fan_in", "normal"
+        )  # 2 L sums into the residual
         self.num_heads = config.num_heads
         self.norm1 = make_norm(D, rngs)
         self.qkv = nnx.Linear(D, 3 * D, use_bias=False, kernel_init=init, rngs=rngs)
@@ -97,10 +101,10 @@ def make_apply(config: GPTConfig) -> tuple[Callable, Callable]:
     # The model's structure without its arrays: shapes only.
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
 
-    def init_fn(key: jax.Array) -> nnx.State:
-        return nnx.state(GPT(config, rngs=nnx.Rngs(key)), nnx.Param)
+    def init_fn(key: jax.Array) -> dict[str, Any]:
+        return nnx.to_pure_dict(nnx.state(GPT(config, rngs=nnx.Rngs(key)), nnx.Param))
 
-    def apply_fn(params: nnx.State, tokens: jax.Array) -> jax.Array:
+    def apply_fn(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
         return nnx.merge(graphdef, params)(tokens)
 
     return init_fn, apply_fn
@@ -113,9 +117,31 @@ def make_loss(config: GPTConfig) -> tuple[Callable, Callable]:
     """
     init_fn, apply_fn = make_apply(config)
 
-    def loss_fn(params: nnx.State, tokens: jax.Array) -> jax.Array:
+    def loss_fn(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
         tokens = tokens.astype(jnp.int32)
         logits = apply_fn(params, tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     return init_fn, loss_fn
+
+
+def tensor_parallel_specs(params: dict[str, Any]) -> dict[str, Any]:
+    """Specs over a mesh axis `model`: attention heads and hidden units of the MLP are cut, the rest is not."""
+    cut = {"qkv": P(None, None, "model"), "up": P(None, None, "model")}  # (L, D, outputs)
+    cut |= {"out": P(None, "model"), "down": P(None, "model")}  # (L, inputs, D)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: cut.get(getattr(path[-2:][0], "key", None), P()), params
+    )
+
+
+def generate(
+    apply_fn: Callable, params: dict[str, Any], prompt: jax.Array, num_bytes: int, key: jax.Array
+) -> jax.Array:
+    """`num_bytes` sampled bytes that continue `prompt`, a whole context (T,) of bytes; whole parameters."""
+
+    def next_byte(window: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = apply_fn(params, window)[0, -1, :256]  # the rest of a larger vocabulary is never trained
+        byte = jax.random.categorical(key, logits / 0.8)
+        return jnp.roll(window, -1, axis=1).at[0, -1].set(byte), byte
+
+    return jax.lax.scan(next_byte, prompt[None].astype(jnp.int32), jax.random.split(key, num_bytes))[1]

@@ -1,0 +1,187 @@
+"""Train a byte-level GPT with ZeRO on the sources of Python's standard library, or on your own text.
+
+    python examples/gpt/train.py --devices 8
+
+Needs neither a GPU nor a download: `--devices 8` simulates eight devices on a CPU. On GPUs leave it out. TIMING
+The lines that ZeRO adds to a plain training loop are marked `# zero2jax`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import optax
+import report
+import tyro
+from data import load_text, make_batches
+from model import PRESETS, generate, make_apply, make_loss, tensor_parallel_specs
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import zero2jax
+
+# A run without --deepspeed_config does this. A file in the same format may also hold `optimizer`, `scheduler` and
+# `bf16`; without `bf16` the model computes in fp32, which suits a CPU.
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": 2},
+}
+LEARNING_RATES = {"tiny": 4e-3, "small": 6e-4, "6.7b": 1.2e-4}
+LOGGED = ("loss", "grad_norm", "grad_norm_clipped", "learning_rate", "applied", "held_out_loss")
+NUM_EVALUATIONS = 10
+NUM_SAMPLE_BYTES = 400
+
+
+@dataclass(frozen=True)
+class Args:
+    """Train a byte-level GPT with ZeRO."""
+
+    model: Literal["tiny", "small", "6.7b"] = "tiny"
+    """Preset of model.py."""
+    steps: int = 700
+    """Optimizer updates."""
+    deepspeed_config: Path | None = None
+    """DeepSpeed JSON file; without one, ZeRO stage 2 and 2 sequences per device."""
+    axes: str = "data=-1"
+    """Mesh axes, data=8 or data=4,model=2; -1 takes the devices that the others leave."""
+    devices: int | None = None
+    """Devices to simulate on a machine that has only CPUs."""
+    text: Path | None = None
+    """File or folder to train on; the sources of Python's standard library if absent."""
+    out: Path = Path("out/gpt")
+    """Folder for metrics.jsonl, report.json and report.png."""
+    seed: int = 0
+    """Seed of parameters, batches and sample."""
+
+
+def parse_axes(axes: str) -> dict[str, int]:
+    """`"data=4,model=2"` as `{"data": 4, "model": 2}`."""
+    if not re.fullmatch(r"\w+=-?\d+(,\w+=-?\d+)*", axes):
+        raise ValueError(
+            f"reading --axes {axes!r}: write NAME=SIZE, separated by commas, as in data=4,model=2."
+        )
+    return {name: int(size) for name, size in (axis.split("=") for axis in axes.split(","))}
+
+
+def make_optimizer(learning_rate: float, steps: int) -> optax.GradientTransformation:
+    """AdamW, warmed up over a tenth of the steps, then a cosine down to a twentieth of the learning rate."""
+    low = learning_rate / 20
+    schedule = optax.warmup_cosine_decay_schedule(low, learning_rate, steps // 10, steps, low)
+    # `inject_hyperparams` keeps the current learning rate in the state, where the metrics find it.
+    return optax.inject_hyperparams(optax.adamw)(learning_rate=schedule, b2=0.95, weight_decay=0.1)
+
+
+def main(args: Args) -> None:
+    if args.devices:  # before the backend starts; GPUs do not care
+        jax.config.update("jax_num_cpu_devices", args.devices)
+    console = Console(highlight=False)
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    model = PRESETS[args.model]
+    init_fn, loss_fn = make_loss(model)
+    key = jax.random.key(args.seed)
+    shapes = jax.eval_shape(init_fn, key)
+
+    config = zero2jax.load_config(args.deepspeed_config or CONFIG)  # zero2jax
+    tx = None if config.optimizer else make_optimizer(LEARNING_RATES[args.model], args.steps)
+    mesh = zero2jax.make_mesh(**parse_axes(args.axes))  # zero2jax
+    specs = tensor_parallel_specs(shapes) if "model" in mesh.shape else None
+    engine = zero2jax.initialize(loss_fn, tx, config, mesh, param_specs=specs)  # zero2jax
+    # Without ZeRO: params = init_fn(key); opt_state = tx.init(params)
+    state = engine.init(init_fn, key)  # zero2jax
+
+    # With CONFIG: 8 devices * 2 microbatch * 1 accumulation = 16 sequences; 16 * 128 bytes = 2048 tokens per step.
+    batch_size = engine.batch_size or 2 * engine.num_shards * engine.num_microbatches
+    train_text, held_out_text = load_text(args.text)
+    batches = make_batches(train_text, batch_size, model.context, seed=args.seed)
+    # Always the same: 8 devices * 32 sequences * 128 bytes = 32768 predictions of bytes that are never trained on.
+    held_out = next(make_batches(held_out_text, 32 * engine.num_shards, model.context, seed=args.seed + 1))
+
+    num_params = sum(x.size for x in jax.tree.leaves(shapes))
+    console.print(
+        f"{num_params:,} parameters, ZeRO stage {engine.stage} over {dict(mesh.shape)} {jax.default_backend()} "
+        f"devices, {batch_size * model.context:,} tokens per step of {len(train_text):,} bytes of text"
+    )
+    held_out_loss = float(engine.evaluate(state, held_out))  # zero2jax
+    console.print(f"before training: held out {held_out_loss:.3f} nats per byte")
+
+    history: list[dict[str, Any]] = []
+    start_s = time.perf_counter()
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    with (args.out / "metrics.jsonl").open("w") as file, Progress(*columns, console=console) as progress:
+        bar = progress.add_task("compiling", total=args.steps)
+
+        def record(step: int, metrics: dict[str, Any]) -> None:
+            row = {"step": step, **{name: metrics[name].item() for name in LOGGED if name in metrics}}
+            history.append(row | {"elapsed_s": round(time.perf_counter() - start_s, 3)})
+            print(json.dumps(history[-1]), file=file, flush=True)
+            progress.update(bar, completed=step, description=f"loss {row['loss']:.3f}")
+            if "held_out_loss" in row:
+                console.print(f"step {step}: loss {row['loss']:.3f}, held out {row['held_out_loss']:.3f}")
+
+        previous: dict[str, Any] = {}
+        for step in range(1, args.steps + 1):
+            batch = next(batches)
+            # Without ZeRO, jitted: loss, grads = value_and_grad(loss_fn)(params, batch); updates, opt_state =
+            # tx.update(grads, opt_state, params); params = optax.apply_updates(params, updates)
+            state, metrics = engine.step(state, batch)  # zero2jax
+            if step == args.steps or step % max(1, args.steps // NUM_EVALUATIONS) == 0:
+                metrics["held_out_loss"] = engine.evaluate(state, held_out)  # zero2jax
+            # Reading metrics waits for their step: read those of the step before while the devices do this one.
+            if previous:
+                record(step - 1, previous)
+            previous = metrics
+        record(args.steps, previous)
+
+    memory = engine.memory(state, batch)  # zero2jax
+    params = engine.params(state)  # zero2jax: whole again, on every device; one of the copies is enough here
+    params = jax.tree.map(lambda x: x.addressable_data(0), params)
+    prompt = held_out[0, : model.context]
+    sample = jax.jit(generate, static_argnums=(0, 3))(
+        make_apply(model)[1], params, prompt, NUM_SAMPLE_BYTES, key
+    )
+    prompt, sample = (bytes(np.asarray(x, np.uint8)).decode(errors="replace") for x in (prompt, sample))
+    console.print(f"[dim]{escape(prompt)}[/dim]{escape(sample)}")
+    console.print(report.memory_table(memory))
+
+    by_stage = report.bytes_by_stage(loss_fn, tx, config, mesh, shapes, batch, param_specs=specs)
+    report.save_figure(args.out / "report.png", history, by_stage, engine.stage)
+    summary = {
+        "model": {"preset": args.model, **asdict(model), "num_params": num_params},
+        "platform": jax.default_backend(),
+        "jax_version": jax.__version__,
+        "mesh": dict(mesh.shape),
+        "stage": engine.stage,
+        "config": dict(config.source),
+        "seed": args.seed,
+        "steps": args.steps,
+        "batch_size": batch_size,
+        "tokens_per_step": batch_size * model.context,
+        "train_s": history[-1]["elapsed_s"],
+        "held_out_loss_before": held_out_loss,
+        "held_out_loss": history[-1]["held_out_loss"],
+        "loss": history[-1]["loss"],
+        "memory": memory.as_dict(),
+        "bytes_by_stage": by_stage,
+        "prompt": prompt,
+        "sample": sample,
+    }
+    (args.out / "report.json").write_text(json.dumps(summary, indent=2) + "\n")
+    console.print(
+        f"held-out loss {held_out_loss:.3f} -> {summary['held_out_loss']:.3f} nats per byte in "
+        f"{summary['train_s']:.0f} s of training; wrote metrics.jsonl, report.json and report.png to {args.out}"
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, use_underscores=True))
