@@ -1,5 +1,8 @@
 """Tiny models, and the oracle: the same loss and the same optax transformation on one device, unsharded."""
 
+import collections
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -137,3 +140,34 @@ def bytes_on_device(tree, device):
         for shard in x.addressable_shards
         if shard.device == device
     )
+
+
+@dataclasses.dataclass
+class Primitives:
+    """How often each primitive stands in a traced program, outside and inside of loops; shapes and dtypes it makes."""
+
+    outside_loops: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    in_loops: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    shapes: dict = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
+    dtypes: dict = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
+
+    def total(self, name):
+        return self.outside_loops[name] + self.in_loops[name]
+
+
+def count_primitives(jaxpr):
+    """Count the equations of a jaxpr and of all jaxprs in it."""
+    found = Primitives()
+
+    def walk(jaxpr, in_loop):
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            name = eqn.primitive.name
+            (found.in_loops if in_loop else found.outside_loops)[name] += 1
+            found.shapes[name] += [v.aval.shape for v in eqn.outvars]
+            found.dtypes[name] += [v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype")]
+            for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
+                if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+                    walk(value, in_loop or name in ("scan", "while"))
+
+    walk(jaxpr, False)
+    return found

@@ -137,9 +137,9 @@ class Standin:
             x = _appear(self.use, self.port.dtype, self.source, self.port)
         return self.apply_pending(x)
 
-    def apply_pending(self, x: jax.Array) -> jax.Array:
-        """The operations that were put off, applied to the parameter."""
-        for eqn in self.pending:
+    def apply_pending(self, x: jax.Array, already: int = 0) -> jax.Array:
+        """The operations that were put off, but for the first `already`, applied to the parameter."""
+        for eqn in self.pending[already:]:
             (x,) = jaxprs.bind(eqn, [x])
         return x
 
@@ -197,7 +197,10 @@ def _force(x: Any, mode: Mode) -> Any:
     if not mode.holds:
         return x.appear()
     if x.value is None:
-        x.value = x.appear() if x.origin is None else x.apply_pending(_force(x.origin, mode))
+        if x.origin is None:
+            x.value = x.appear()
+        else:  # what is pending in the origin comes first here too
+            x.value = x.apply_pending(_force(x.origin, mode), already=len(x.origin.pending))
     return x.value
 
 
@@ -215,7 +218,7 @@ def _apply(eqn: Any, operands: list[Any], mode: Mode) -> Sequence[Any]:
     if isinstance(first, Standin) and len(standins) == 1:
         picked = _pick_layers(eqn, first, operands[1:], mode)
         if picked is not None:
-            return [picked]
+            return picked
         cast = eqn.primitive.name == "convert_element_type"
         if len(operands) == 1 and (cast or (not mode.holds and eqn.primitive.name in _DEFERRABLE)):
             origin = first.origin or first
@@ -294,8 +297,8 @@ def _scanned(x: Any, mode: Mode) -> Any:
     return x
 
 
-def _pick_layers(eqn: Any, x: Standin, indices: Sequence[Any], mode: Mode) -> Standin | None:
-    """The stand-in of `eqn` applied to `x`, if that leaves the sharded dim alone and can act on the shard."""
+def _pick_layers(eqn: Any, x: Standin, indices: Sequence[Any], mode: Mode) -> list[Standin] | None:
+    """The stand-ins of `eqn` applied to `x`, if that leaves the sharded dim alone and can act on the shard."""
     dim = x.use.dim
     appeared = (x.origin or x).value is not None
     if dim is None or not x.keeps_layers or (mode.holds and appeared):
@@ -307,25 +310,37 @@ def _pick_layers(eqn: Any, x: Standin, indices: Sequence[Any], mode: Mode) -> St
             dropped = params["dimensions"]
             placement = tuple(entry for i, entry in enumerate(placement) if i not in dropped)
             new_dim = dim - sum(i < dim for i in dropped)
-            change = lambda a: jax.lax.squeeze(a, dropped)
+            changes = [lambda a: jax.lax.squeeze(a, dropped)]
+        case "unstack" if dim != params["axis"]:  # what iterating over an array is since jax 0.12
+            axis = params["axis"]
+            placement = (*placement[:axis], *placement[axis + 1 :])
+            new_dim = dim - (axis < dim)
+            pick = lambda i, a: jax.lax.index_in_dim(a, i, axis, keepdims=False)
+            changes = [functools.partial(pick, i) for i in range(shape[axis])]
         case "slice" if _takes_all(params, dim, shape):
             start, limit, strides = params["start_indices"], params["limit_indices"], params["strides"]
-            change = lambda a: jax.lax.slice(a, start, _put(limit, dim, a.shape[dim]), strides)
-        case "dynamic_slice" if params["slice_sizes"][dim] == shape[dim]:
+            changes = [lambda a: jax.lax.slice(a, start, _put(limit, dim, a.shape[dim]), strides)]
+        case "dynamic_slice" if params["slice_sizes"][dim] == shape[dim] and _same_everywhere(indices):
             sizes = params["slice_sizes"]
             start = _put(indices, dim, 0)
-            change = lambda a: jax.lax.dynamic_slice(a, start, _put(sizes, dim, a.shape[dim]))
+            changes = [lambda a: jax.lax.dynamic_slice(a, start, _put(sizes, dim, a.shape[dim]))]
         case "reshape":
             leading = _reshaped_leading(shape, params["new_sizes"], dim)
             if leading is None or any(entry is not None for entry in placement[:dim]):
                 return None
             placement = (*[None] * len(leading), *placement[dim:]) if placement else ()
             new_dim = len(leading)
-            change = lambda a: a.reshape(*leading, *a.shape[dim:])
+            changes = [lambda a: a.reshape(*leading, *a.shape[dim:])]
         case _:
             return None
-    arrays = (change(x.source), None if x.port is None else change(x.port))
-    return x.with_arrays(arrays, use=dataclasses.replace(x.use, dim=new_dim, placement=placement))
+    use = dataclasses.replace(x.use, dim=new_dim, placement=placement)
+    arrays = [(change(x.source), None if x.port is None else change(x.port)) for change in changes]
+    return [x.with_arrays(a, use=use) for a in arrays]
+
+
+def _same_everywhere(indices: Sequence[Any]) -> bool:
+    """Whether every device picks the same layers: a traced index may come from a device's batch or key."""
+    return not any(isinstance(i, jax.core.Tracer) for i in indices)
 
 
 def _takes_all(params: Any, dim: int, shape: tuple[int, ...]) -> bool:
@@ -375,6 +390,8 @@ def _picked_depth(eqn: Any, depth_of_result: int) -> int:
         old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
         one_layer = len(old) > 1 and old[0] > 1 and new[0] == 1 and old[1:] == new[1:]
         return max(int(one_layer), depth_of_result)
+    if name == "unstack" and eqn.params["axis"] == 0:
+        return 1 + depth_of_result
     if name == "convert_element_type":
         return depth_of_result
     if name == "reshape" and depth_of_result:
