@@ -20,13 +20,11 @@ import jax
 import jax.numpy as jnp
 
 from zero2jax import jaxprs, losses
-from zero2jax.losses import LossTerms
+from zero2jax.losses import Loss, LossTerms, SliceKey
 from zero2jax.point_of_use import Standin, Use, evaluate, gather, reduce_grad, scan_depths, use_of_leaf
 from zero2jax.precision import Precision
 from zero2jax.pytrees import PyTree
 from zero2jax.shard_plan import LeafPlan, ShardPlan
-
-Loss = Callable[[PyTree, PyTree, jax.Array], LossTerms]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +85,13 @@ class _Strategy(NamedTuple):
       finish: accumulated gradients -> this device's shards of their sum over the devices.
     """
 
-    gradient: Callable[[PyTree, jax.Array], tuple[list[jax.Array], LossTerms]]
+    gradient: Callable[[PyTree, SliceKey], tuple[list[jax.Array], LossTerms]]
     shapes: list[tuple[int, ...]]
     finish: Callable[[list[jax.Array]], list[jax.Array]]
 
 
 def local_gradients(
-    loss: Loss, settings: GradientSettings, params: PyTree, batch: PyTree, rng: jax.Array
+    loss: Loss, settings: GradientSettings, params: PyTree, batch: PyTree, rng: SliceKey
 ) -> tuple[list[jax.Array], LossTerms]:
     """Sums over all devices and microbatches of weight x gradient, and of the weighted loss terms.
 
@@ -102,7 +100,7 @@ def local_gradients(
       settings: see `GradientSettings`.
       params: this device's shards at rest.
       batch: this device's part of the batch; every leaf (B, ...), with B a multiple of K.
-      rng: key of this step, the same on all devices; each device and microbatch gets its own.
+      rng: key of this step, the same on all devices; each device and microbatch gets its own index.
 
     Returns:
       One gradient shard per trainable leaf, in the shape of its shard at rest and the leaf's reduce dtype, or the
@@ -113,14 +111,14 @@ def local_gradients(
     num = settings.num_microbatches
     first = jax.lax.axis_index(settings.axis_name) * num
     if num == 1:
-        grads, terms = strategy.gradient(batch, jax.random.fold_in(rng, first))
+        grads, terms = strategy.gradient(batch, rng._replace(slice_index=first))
     else:
-        grads, terms = _accumulated(strategy, settings, batch, lambda i: jax.random.fold_in(rng, first + i))
+        grads, terms = _accumulated(strategy, settings, batch, lambda i: rng._replace(slice_index=first + i))
     return strategy.finish(grads), losses.over_devices(terms, settings.axis_name)
 
 
 def _accumulated(
-    strategy: _Strategy, settings: GradientSettings, batch: PyTree, key: Callable[[jax.Array], jax.Array]
+    strategy: _Strategy, settings: GradientSettings, batch: PyTree, key: Callable[[jax.Array], SliceKey]
 ) -> tuple[list[jax.Array], LossTerms]:
     """Sum gradients over the microbatches in a loop, in the accumulation dtype."""
     num = settings.num_microbatches
@@ -140,7 +138,7 @@ def _trainable(settings: GradientSettings) -> list[int]:
     return [i for i, trainable in enumerate(settings.trainable) if trainable]
 
 
-def _weighted_loss(loss: Loss, params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[jax.Array, LossTerms]:
+def _weighted_loss(loss: Loss, params: PyTree, batch: PyTree, rng: SliceKey) -> tuple[jax.Array, LossTerms]:
     terms = losses.weighted(loss(params, batch, rng))
     return terms.loss, terms
 
@@ -150,21 +148,19 @@ def _whole(loss: Loss, settings: GradientSettings, shards: Sequence[jax.Array]) 
     trained, leaves = _trainable(settings), settings.plan.leaves
     params = gather_params(settings, shards)
 
-    def objective(trainable: list[jax.Array], batch: PyTree, rng: jax.Array) -> tuple[jax.Array, LossTerms]:
+    def objective(trainable: list[jax.Array], batch: PyTree, rng: SliceKey) -> tuple[jax.Array, LossTerms]:
         full = list(params)
         for i, x in zip(trained, trainable, strict=True):
             full[i] = x
         return _weighted_loss(loss, settings.plan.treedef.unflatten(full), batch, rng)
 
-    def gradient(batch: PyTree, rng: jax.Array) -> tuple[list[jax.Array], LossTerms]:
+    def gradient(batch: PyTree, rng: SliceKey) -> tuple[list[jax.Array], LossTerms]:
         values = [params[i] for i in trained]
         (_, terms), grads = jax.value_and_grad(objective, has_aux=True)(values, batch, rng)
         return grads, terms
 
-    def finish(grads: list[jax.Array]) -> list[jax.Array]:
-        return [_reduce_by_layer(settings, i, g) for i, g in zip(trained, grads, strict=True)]
-
-    return _Strategy(gradient, [leaves[i].shape for i in trained], finish)
+    shapes = [leaves[i].shape for i in trained]
+    return _Strategy(gradient, shapes, lambda grads: _reduce_by_layer(settings, trained, grads))
 
 
 def _at_use(loss: Loss, settings: GradientSettings, shards: Sequence[jax.Array]) -> _Strategy:
@@ -175,7 +171,7 @@ def _at_use(loss: Loss, settings: GradientSettings, shards: Sequence[jax.Array])
     uses = [settings.use(i, gathered=once) for i in range(len(sources))]
     dtypes = [settings.precision.reduce(settings.plan.leaves[i]) for i in trained]
 
-    def objective(ports: list[jax.Array], batch: PyTree, rng: jax.Array) -> tuple[jax.Array, LossTerms]:
+    def objective(ports: list[jax.Array], batch: PyTree, rng: SliceKey) -> tuple[jax.Array, LossTerms]:
         weighted = lambda params, batch, rng: _weighted_loss(loss, params, batch, rng)
         port_of = dict(zip(trained, ports, strict=True))
         standins = [
@@ -183,7 +179,7 @@ def _at_use(loss: Loss, settings: GradientSettings, shards: Sequence[jax.Array])
         ]
         return _evaluated(weighted, settings, standins, batch, rng, regather=settings.stage == 3)
 
-    def gradient(batch: PyTree, rng: jax.Array) -> tuple[list[jax.Array], LossTerms]:
+    def gradient(batch: PyTree, rng: SliceKey) -> tuple[list[jax.Array], LossTerms]:
         ports = [jnp.zeros(shards[i].shape, dtype) for i, dtype in zip(trained, dtypes, strict=True)]
         (_, terms), grads = jax.value_and_grad(objective, has_aux=True)(ports, batch, rng)
         return grads, terms
@@ -192,12 +188,12 @@ def _at_use(loss: Loss, settings: GradientSettings, shards: Sequence[jax.Array])
 
 
 def local_loss(
-    loss: Loss, settings: GradientSettings, params: PyTree, batch: PyTree, rng: jax.Array
+    loss: Loss, settings: GradientSettings, params: PyTree, batch: PyTree, rng: SliceKey
 ) -> LossTerms:
     """Totals of the loss terms over all devices, without gradients; parameters appear where they are used."""
     shards = settings.plan.treedef.flatten_up_to(params)
     standins = [Standin(settings.use(i), x, None) for i, x in enumerate(shards)]
-    rng = jax.random.fold_in(rng, jax.lax.axis_index(settings.axis_name))
+    rng = rng._replace(slice_index=jax.lax.axis_index(settings.axis_name))
     terms = _evaluated(loss, settings, standins, batch, rng, regather=False)
     return losses.over_devices(losses.weighted(terms), settings.axis_name)
 
@@ -207,7 +203,7 @@ def _evaluated(
     settings: GradientSettings,
     standins: list[Standin],
     batch: PyTree,
-    rng: jax.Array,
+    rng: SliceKey,
     *,
     regather: bool,
 ) -> Any:
@@ -218,18 +214,21 @@ def _evaluated(
 
 
 def gather_params(settings: GradientSettings, shards: Sequence[jax.Array]) -> list[jax.Array]:
-    """Every leaf whole, in its compute dtype and without padding, a stack of layers one layer at a time."""
+    """Every leaf whole, in its compute dtype and without padding, stacks of layers one layer at a time."""
     uses = [settings.use(i) for i in range(len(shards))]
     depths = [_loop_dims(leaf) for leaf in settings.plan.leaves]
-    return [
-        _by_layer(gather, use, depth, shard) for use, depth, shard in zip(uses, depths, shards, strict=True)
-    ]
+    return _by_layer(lambda i, use, x: gather(use, x), uses, depths, shards)
 
 
-def _reduce_by_layer(settings: GradientSettings, i: int, grad: jax.Array) -> jax.Array:
-    leaf = settings.plan.leaves[i]
-    dtype = settings.precision.reduce(leaf)
-    return _by_layer(lambda use, g: reduce_grad(use, g, dtype), settings.use(i), _loop_dims(leaf), grad)
+def _reduce_by_layer(
+    settings: GradientSettings, trained: list[int], grads: list[jax.Array]
+) -> list[jax.Array]:
+    """This device's shard of every trainable leaf's gradient, stacks of layers one layer at a time."""
+    leaves = [settings.plan.leaves[i] for i in trained]
+    dtypes = [settings.precision.reduce(leaf) for leaf in leaves]
+    uses = [settings.use(i) for i in trained]
+    reduce = lambda i, use, g: reduce_grad(use, g, dtypes[i])
+    return _by_layer(reduce, uses, [_loop_dims(leaf) for leaf in leaves], grads)
 
 
 def _loop_dims(leaf: LeafPlan) -> int:
@@ -237,14 +236,31 @@ def _loop_dims(leaf: LeafPlan) -> int:
     return 0 if leaf.dim is None else leaf.layer_dims
 
 
-def _by_layer(fun: Callable[[Use, jax.Array], jax.Array], use: Use, depth: int, x: jax.Array) -> jax.Array:
-    """`fun(use, x)` for each slice along the first `depth` dims, results stacked again."""
-    if depth == 0:
-        return fun(use, x)
-    return jax.lax.map(lambda layer: _by_layer(fun, use.layer, depth - 1, layer), x)
+def _by_layer(
+    fun: Callable[[int, Use, jax.Array], jax.Array],
+    uses: Sequence[Use],
+    depths: Sequence[int],
+    arrays: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """`fun(i, use, array)` for each array, in a loop over the first `depth` dims; stacks of equal length share it."""
+    out = {i: fun(i, uses[i], x) for i, x in enumerate(arrays) if depths[i] == 0}
+    stacks: dict[int, list[int]] = {}
+    for i, depth in enumerate(depths):
+        if depth:
+            stacks.setdefault(arrays[i].shape[0], []).append(i)
+    for members in stacks.values():
+
+        def layer(slices: list[jax.Array], members: list[int] = members) -> list[jax.Array]:
+            inner = lambda k, use, x: fun(members[k], use, x)
+            return _by_layer(
+                inner, [uses[i].layer for i in members], [depths[i] - 1 for i in members], slices
+            )
+
+        out.update(zip(members, jax.lax.map(layer, [arrays[i] for i in members]), strict=True))
+    return [out[i] for i in range(len(arrays))]
 
 
-def layer_dims_of_loss(loss: Loss, shapes: PyTree, batch: PyTree, rng: jax.Array) -> PyTree:
+def layer_dims_of_loss(loss: Loss, shapes: PyTree, batch: PyTree, rng: SliceKey) -> PyTree:
     """The number of leading layer dims per parameter, read from the loss function's scans; shapes are enough."""
     jaxpr, _ = jaxprs.trace(loss, shapes, batch, rng)
     leaves, treedef = jax.tree.flatten(shapes)

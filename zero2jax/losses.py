@@ -21,6 +21,27 @@ import jax.numpy as jnp
 from zero2jax.pytrees import PyTree
 
 LossFn = Callable[..., Any]
+Loss = Callable[[PyTree, PyTree, "SliceKey"], "LossTerms"]
+"""A loss function in its one form: (params, batch, slice key) -> LossTerms."""
+
+
+class SliceKey(NamedTuple):
+    """What a loss function's random key is made of; made only for a loss function that takes one.
+
+    Fields:
+      data: raw data of the base key (uint32).
+      step: int32 scalar, number of the step.
+      slice_index: int32 scalar, number of the slice of the batch: device x K + microbatch.
+    """
+
+    data: jax.Array
+    step: jax.Array
+    slice_index: jax.Array
+
+    def key(self) -> jax.Array:
+        """The key: differs by step, device and microbatch, and not by stage."""
+        key = jax.random.fold_in(jax.random.wrap_key_data(self.data), self.step)
+        return jax.random.fold_in(key, self.slice_index)
 
 
 class LossTerms(NamedTuple):
@@ -59,16 +80,16 @@ def returns_aux(output: Any) -> bool:
     return isinstance(output, tuple) and len(output) == 2
 
 
-def normalized(loss_fn: LossFn) -> Callable[[PyTree, PyTree, jax.Array], LossTerms]:
-    """`loss_fn` as a function of (params, batch, rng) that returns `LossTerms`.
+def normalized(loss_fn: LossFn) -> Loss:
+    """`loss_fn` as a function of (params, batch, slice key) that returns `LossTerms`.
 
     Raises (when traced):
       ValueError: the loss or the weight is not a floating scalar, or the output has another form.
     """
     with_rng = takes_rng(loss_fn)
 
-    def call(params: PyTree, batch: PyTree, rng: jax.Array) -> LossTerms:
-        output = loss_fn(params, batch, rng) if with_rng else loss_fn(params, batch)
+    def call(params: PyTree, batch: PyTree, rng: SliceKey) -> LossTerms:
+        output = loss_fn(params, batch, rng.key()) if with_rng else loss_fn(params, batch)
         loss, aux = output if returns_aux(output) else (output, None)
         loss = _scalar(loss, "the loss")
         weight, frozen = jnp.float32(1), None

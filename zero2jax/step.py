@@ -19,13 +19,12 @@ from jax.sharding import PartitionSpec as P
 from zero2jax import losses, padding
 from zero2jax.gradients import (
     GradientSettings,
-    Loss,
     gather_params,
     layer_dims_of_loss,
     local_gradients,
     local_loss,
 )
-from zero2jax.losses import LossTerms
+from zero2jax.losses import Loss, LossTerms, SliceKey
 from zero2jax.optimizer import learning_rate
 from zero2jax.pytrees import PyTree, check_same_structure, path_string
 from zero2jax.state import Layout, TrainState, merge
@@ -93,16 +92,16 @@ class StepProgram:
         plan = self.layout.params
         specs = [leaf.manual_spec(plan.axis_name) for leaf, t in self._leaves() if t]
 
-        def local(params: PyTree, batch: PyTree, rng: jax.Array) -> tuple[list[jax.Array], LossTerms]:
-            return local_gradients(self.loss, self.settings, params, batch, jax.random.wrap_key_data(rng))
+        def local(params: PyTree, batch: PyTree, rng: SliceKey) -> tuple[list[jax.Array], LossTerms]:
+            return local_gradients(self.loss, self.settings, params, batch, rng)
 
         return self.per_device(local, (specs, P()))(state.params, batch, self._step_key(state))
 
     def evaluate(self, state: TrainState, batch: PyTree) -> LossTerms:
         """The mean loss terms of a batch; parameters appear where they are used, no whole copy is made."""
 
-        def local(params: PyTree, batch: PyTree, rng: jax.Array) -> LossTerms:
-            return local_loss(self.loss, self.settings, params, batch, jax.random.wrap_key_data(rng))
+        def local(params: PyTree, batch: PyTree, rng: SliceKey) -> LossTerms:
+            return local_loss(self.loss, self.settings, params, batch, rng)
 
         totals: LossTerms = self.per_device(local, P())(state.params, batch, self._step_key(state))
         return losses.mean(totals)
@@ -129,11 +128,11 @@ class StepProgram:
         """The leading layer dims per parameter, from the loss function's scans; allocates nothing."""
         found: list[PyTree] = []
 
-        def local(params: PyTree, batch: PyTree, rng: jax.Array) -> None:
-            found.append(layer_dims_of_loss(self.loss, shapes, batch, jax.random.wrap_key_data(rng)))
+        def local(params: PyTree, batch: PyTree, rng: SliceKey) -> None:
+            found.append(layer_dims_of_loss(self.loss, shapes, batch, rng))
 
-        key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-        jax.eval_shape(self.per_device(local, None), self.layout.params.rest_shapes(self.mesh), batch, key)
+        state = self.layout.abstract_state(self.mesh)
+        jax.eval_shape(self.per_device(local, None), state.params, batch, self._step_key(state))
         return found[0]
 
     def per_device(self, local: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
@@ -152,9 +151,8 @@ class StepProgram:
     def _leaves(self) -> Any:
         return zip(self.layout.params.leaves, self.layout.trainable, strict=True)
 
-    def _step_key(self, state: TrainState) -> jax.Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-        return jax.random.key_data(key)
+    def _step_key(self, state: TrainState) -> SliceKey:
+        return SliceKey(state.rng, state.step, jnp.int32(0))
 
     def _averaged(self, grads: list[jax.Array], weight: jax.Array, like: PyTree) -> PyTree:
         """Summed gradient shards -> the mean gradient at master dtypes and true shapes, as the optimizer sees it."""
