@@ -10,6 +10,7 @@ FROZEN = {
     Treatment.IMPLEMENTED: """
         train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer.type
         scheduler.type gradient_clipping communication_data_type bf16.enabled
+        bf16.check_grad_overflow gradient_allreduce_op
         data_types.grad_accum_dtype data_types.param_dtype zero_optimization.stage
         zero_optimization.reduce_bucket_size zero_optimization.allgather_bucket_size
         zero_optimization.overlap_comm
@@ -61,8 +62,8 @@ FROZEN = {
         zero_optimization.zero_quantized_weights
         zero_optimization.zero_quantized_nontrainable_weights
         zero_optimization.zero_quantized_gradients zero_optimization.zeropp_loco_param
-        zero_optimization.mics_shard_size bf16.check_grad_overflow
-        bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states gradient_allreduce_op
+        zero_optimization.mics_shard_size
+        bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
         activation_checkpointing.partition_activations activation_checkpointing.cpu_checkpointing
         activation_checkpointing.contiguous_memory_optimization
         activation_checkpointing.number_checkpoints wall_clock_breakdown memory_breakdown dump_state

@@ -116,7 +116,7 @@ def _effective(config: Config, num_devices: int | None) -> dict[str, str]:
         effective["gradient clipping"] += " (the key is absent; DeepSpeed since 0.19.3 would clip at 1.0)"
     if config.bf16.enabled:
         effective["non-finite gradients"] = (
-            "the step is applied; DeepSpeed skips it (bf16.check_grad_overflow)"
+            "the step is skipped" if config.bf16.check_grad_overflow else "the step is applied"
         )
     options = compiler_options(config, "gpu", _NO_CAP)
     for name, value in options.items():

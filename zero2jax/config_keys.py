@@ -55,6 +55,8 @@ _IMPLEMENTED = {
             "gradient_clipping": "clip by global norm; 0.0 = none, also when absent (DeepSpeed 0.19.3: 1.0)",
             "communication_data_type": "dtype of the gradient reduction; null follows fp16/bf16, else fp32",
             "bf16.enabled": "bf16 compute over fp32 masters; false and no fp16: plain fp32",
+            "bf16.check_grad_overflow": "a step whose gradients are not finite is skipped",
+            "gradient_allreduce_op": "mean over the devices, or sum of their means",
             "data_types.grad_accum_dtype": "dtype of the gradient accumulator, every stage; null = fp32",
             "data_types.param_dtype": "must agree with fp16 and bf16",
         },
@@ -257,10 +259,8 @@ _NOT_YET = {
     **_table(
         Treatment.NOT_YET,
         {
-            "bf16.check_grad_overflow": "skip a step whose gradients are not finite",
             "bf16.bf16_master_weights_and_grads": "no fp32 masters",
             "bf16.bf16_optimizer_states": "bf16 optimizer state",
-            "gradient_allreduce_op": "sum: gradients summed over the devices, not averaged",
             "activation_checkpointing.partition_activations": "saved activations split over the model axis",
             "activation_checkpointing.cpu_checkpointing": "saved activations in host memory",
             "activation_checkpointing.contiguous_memory_optimization": "an arena for saved activations",

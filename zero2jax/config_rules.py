@@ -161,8 +161,7 @@ def not_yet(config: Config) -> list[str]:
             continue
         asked = value != default
         if block == "bf16":
-            # DeepSpeed's default is true; only a file that says so is refused.
-            asked = config.bf16.enabled and value and (path in config.given or not default)
+            asked = config.bf16.enabled and asked
         elif name in ("mics_shard_size", "zero_hpz_partition_size"):
             asked = value > default
         elif block == "zero_optimization.offload_param":

@@ -48,6 +48,9 @@ class Engine:
       batch_size: if given, every batch must have this many examples over all devices.
       precision: dtypes; bf16 compute on fp32 masters by default.
       clip_norm: clip gradients to this global norm before `tx`; None for no clipping.
+      reduction: "mean" over the devices, or "sum" of each device's mean; the reported loss is the mean.
+      skip_nonfinite: leave parameters and optimizer state as they are, with `applied` False in the metrics, when the
+        gradient norm is not finite.
       trainable: tree of booleans or predicate `(path, leaf) -> bool`; what is not trainable gets neither gradient
         nor optimizer state. By default every leaf is trained.
       param_specs: a PartitionSpec per parameter for mesh axes other than the data axis.
@@ -81,6 +84,8 @@ class Engine:
         batch_size: int | None = None,
         precision: Precision | None = None,
         clip_norm: float | None = None,
+        reduction: str = "mean",
+        skip_nonfinite: bool = False,
         trainable: PyTree | LeafPredicate | None = None,
         param_specs: PyTree | None = None,
         layer_dims: PyTree | None = None,
@@ -89,7 +94,7 @@ class Engine:
         axis_name: str = DATA_AXIS,
         compiler_options: Mapping[str, Any] | Callable[[ShardPlan], Mapping[str, Any]] | None = None,
     ):
-        _check_settings(stage, num_microbatches, gather)
+        _check_settings(stage, num_microbatches, gather, reduction)
         self.loss_fn = loss_fn
         self.mesh = mesh
         self.stage = stage
@@ -101,6 +106,8 @@ class Engine:
         self.axis_name = axis_name
         self._tx = checked_transformation(tx)
         self._clip_norm = clip_norm
+        self._reduction = reduction
+        self._skip_nonfinite = skip_nonfinite
         self._trainable = trainable
         self._param_specs = param_specs
         self._layer_dims = layer_dims
@@ -264,16 +271,27 @@ class Engine:
             self.precision,
         )
         loss = losses.normalized(loss_fn or self.loss_fn)
-        return StepProgram(loss, self._tx, self.mesh, layout, settings, self._clip_norm)
+        return StepProgram(
+            loss,
+            self._tx,
+            self.mesh,
+            layout,
+            settings,
+            clip_norm=self._clip_norm,
+            sum_over_devices=self._reduction == "sum",
+            skip_nonfinite=self._skip_nonfinite,
+        )
 
 
-def _check_settings(stage: Any, num_microbatches: Any, gather: str) -> None:
+def _check_settings(stage: Any, num_microbatches: Any, gather: str, reduction: str) -> None:
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"building the engine: stage is {stage!r}; ZeRO has the stages 0, 1, 2 and 3.")
     if not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise ValueError(
             f"building the engine: num_microbatches is {num_microbatches!r}; it must be a whole number of at least 1."
         )
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"building the engine: reduction is {reduction!r}; it is 'mean' or 'sum'.")
     if gather not in ("auto", "use", "once") or (gather == "once" and stage != 2):
         raise ValueError(
             f"building the engine: gather is {gather!r} at stage {stage}. It is 'auto', 'use' or 'once', and only "

@@ -32,6 +32,7 @@ def initialize(
     param_specs: PyTree | None = None,
     keep_fp32: LeafPredicate | None = None,
     layer_dims: PyTree | None = None,
+    use_muon: LeafPredicate | None = None,
     gather: str = "auto",
     seed: int = 0,
     axis_name: str = DATA_AXIS,
@@ -48,6 +49,8 @@ def initialize(
       param_specs: PartitionSpecs for the mesh axes other than the data axis.
       keep_fp32: predicate for leaves that are computed in fp32 (norms, say).
       layer_dims: leading layer dims per parameter.
+      use_muon: predicate for the leaves that get Muon's matrix update, if the `optimizer` block says Muon; by
+        default those with two dims.
       gather: "use", "once" or "auto".
       seed: seed of the keys that `loss_fn` gets.
       axis_name: mesh axis that state is sharded over.
@@ -75,13 +78,15 @@ def initialize(
     batch_size, num_microbatches = _batch(settings, num_shards, axis_name)
     return Engine(
         loss_fn,
-        _optimizer(settings, tx, num_shards),
+        _optimizer(settings, tx, use_muon),
         mesh,
         stage=settings.zero_optimization.stage,
         num_microbatches=num_microbatches,
         batch_size=batch_size,
         precision=_precision(settings, keep_fp32),
         clip_norm=settings.gradient_clipping or None,
+        reduction=settings.gradient_allreduce_op,
+        skip_nonfinite=settings.bf16.enabled and settings.bf16.check_grad_overflow,
         trainable=trainable,
         param_specs=param_specs,
         layer_dims=layer_dims,
@@ -100,26 +105,26 @@ def _batch(settings: Config, num_shards: int, axis_name: str) -> tuple[int | Non
     return total, steps
 
 
-def _optimizer(settings: Config, tx: optax.GradientTransformation | None, num_shards: int) -> Any:
+def _optimizer(
+    settings: Config, tx: optax.GradientTransformation | None, use_muon: LeafPredicate | None
+) -> optax.GradientTransformation:
     if tx is not None:
-        if settings.optimizer is not None:
+        unused = [name for name in ("optimizer", "scheduler") if getattr(settings, name) is not None]
+        if unused:
             warnings.warn(
-                f"{settings.name}: the `optimizer` block ({settings.optimizer.type}) is not used, since `tx` was "
-                f"given. Remove one of the two.",
+                f"{settings.name}: the blocks {unused} are not used, since `tx` was given; an optax transformation "
+                f"carries its own learning rate. Remove them, or pass no `tx`.",
                 ConfigWarning,
                 stacklevel=3,
             )
-        made = tx
-    elif settings.optimizer is not None:
-        made = make_optimizer(settings.optimizer, settings.scheduler)
-    else:
+        return tx
+    if settings.optimizer is None:
+        way_out = "Pass tx=optax.adamw(...), or add the block."
         raise ConfigError(
             f"cannot train by {settings.name}",
-            [
-                "optimizer: the file has no such block and `tx` is None. Pass tx=optax.adamw(...), or add the block."
-            ],
+            [f"optimizer: the file has no such block and `tx` is None. {way_out}"],
         )
-    return made
+    return make_optimizer(settings.optimizer, settings.scheduler, use_muon=use_muon)
 
 
 def _precision(settings: Config, keep_fp32: LeafPredicate | None) -> Precision:

@@ -225,6 +225,8 @@ def _plan_leaf(
         reason = whole
     elif not shape:
         reason = "scalar"
+    elif jnp.issubdtype(dtype, jax.dtypes.extended):
+        reason = "random keys"  # cannot be padded, and are few
     elif size < num_shards:
         reason = f"{size} elements, fewer than {num_shards} shards"
     elif not free and layer_dims == len(shape):

@@ -179,6 +179,8 @@ def _is_numeric(x: jax.Array) -> bool:
 
 
 def _padded(leaf: LeafPlan, x: jax.Array) -> jax.Array:
+    if leaf.rest_shape == leaf.shape:
+        return x
     return jnp.pad(x, [(0, rest - true) for rest, true in zip(leaf.rest_shape, leaf.shape, strict=True)])
 
 

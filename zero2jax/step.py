@@ -43,6 +43,8 @@ class StepProgram:
       layout: where the state rests.
       settings: how gradients come about.
       clip_norm: global norm to clip to, or None.
+      sum_over_devices: gradients are summed over the devices instead of averaged.
+      skip_nonfinite: leave the state as it is when the gradient norm is not finite.
     """
 
     loss: Loss
@@ -51,6 +53,8 @@ class StepProgram:
     layout: Layout
     settings: GradientSettings
     clip_norm: float | None
+    sum_over_devices: bool
+    skip_nonfinite: bool
 
     def step(
         self, state: TrainState, batch: PyTree, extra_args: dict[str, Any]
@@ -60,16 +64,25 @@ class StepProgram:
         params = padding.cut(state.params, self.layout.params, self.mesh)
         trained = self.layout.trained(params)
         grads = self._averaged(grads, totals.weight, trained)
-        grad_norm = optax.tree.norm(grads)
-        clipped_norm = grad_norm
+        grad_norm = clipped_norm = optax.tree.norm(grads)
         if self.clip_norm is not None:
             grads, _ = optax.clip_by_global_norm(self.clip_norm).update(grads, optax.EmptyState())
             clipped_norm = jnp.minimum(grad_norm, self.clip_norm)
-        opt_state = padding.cut(state.opt_state, self.layout.opt_state, self.mesh)
+        old_opt_state = padding.cut(state.opt_state, self.layout.opt_state, self.mesh)
         means = losses.mean(totals)
-        updates, opt_state = self.tx.update(grads, opt_state, trained, **{"value": means.loss, **extra_args})
+        updates, opt_state = self.tx.update(
+            grads, old_opt_state, trained, **{"value": means.loss, **extra_args}
+        )
         new_params = merge(optax.apply_updates(trained, updates), params, self.layout.trainable)
         new_params = self._with_frozen(new_params, totals.frozen)
+        applied = jnp.bool_(True)
+        if self.skip_nonfinite:
+            applied = jnp.isfinite(grad_norm)
+            new_params, opt_state = jax.tree.map(
+                lambda new, old: jnp.where(applied, new, old),
+                (new_params, opt_state),
+                (params, old_opt_state),
+            )
         new_state = TrainState(
             step=state.step + 1,
             params=padding.pad(new_params, self.layout.params, self.mesh),
@@ -81,7 +94,7 @@ class StepProgram:
             "grad_norm": grad_norm,
             "grad_norm_clipped": clipped_norm,
             "learning_rate": learning_rate(opt_state),
-            "applied": jnp.bool_(True),
+            "applied": applied,
             "weight": totals.weight,
             "aux": means.aux,
         }
@@ -161,6 +174,8 @@ class StepProgram:
         sub_plan = dataclasses.replace(plan, leaves=tuple(trained), treedef=jax.tree.structure(like))
         grads = padding.cut(sub_plan.treedef.unflatten(grads), sub_plan, self.mesh)
         scale = jnp.where(weight == 0, 0, 1 / weight)  # a batch without weight has no gradient
+        if self.sum_over_devices:
+            scale = scale * plan.num_shards
         return jax.tree.map(lambda g, p: g.astype(p.dtype) * scale.astype(p.dtype), grads, like)
 
     def _with_frozen(self, params: PyTree, frozen: PyTree) -> PyTree:

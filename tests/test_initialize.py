@@ -1,0 +1,106 @@
+"""`initialize`: what a configuration becomes, seen in the numbers of a step."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zero2jax
+
+BATCH = np.arange(16, dtype=np.float32).reshape(8, 2) / 7 - 1
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch.astype(params["w"].dtype) @ params["w"]).astype(jnp.float32) ** 2)
+
+
+def first_step(config, tx=None, batch=BATCH, num_devices=2, **kwargs):
+    engine = zero2jax.initialize(loss_fn, tx, config, zero2jax.make_mesh(data=num_devices), **kwargs)
+    state, metrics = engine.step(engine.init({"w": np.full((2, 2), 0.5, np.float32)}), batch)
+    return np.asarray(engine.params(state)["w"]), metrics
+
+
+def gradient(scale=1.0):
+    hidden = BATCH @ np.full((2, 2), 0.5)
+    return scale * 2 * BATCH.T @ hidden / hidden.size
+
+
+def test_without_a_precision_block_the_step_is_plain_fp32():
+    params, metrics = first_step({"zero_optimization": {"stage": 2}}, optax.sgd(0.1))
+    np.testing.assert_allclose(params, 0.5 - 0.1 * gradient(), rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], np.linalg.norm(gradient()), rtol=1e-6)
+
+
+def test_sum_adds_up_the_devices_means():
+    config = {"zero_optimization": {"stage": 2}, "gradient_allreduce_op": "sum"}
+    params, metrics = first_step(config, optax.sgd(0.1), num_devices=4)
+    np.testing.assert_allclose(params, 0.5 - 0.1 * gradient(4), rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], np.mean((BATCH @ np.full((2, 2), 0.5)) ** 2), rtol=1e-6)
+
+
+def test_gradient_clipping_clips_and_reports_both_norms():
+    config = {"zero_optimization": {"stage": 3}, "gradient_clipping": 0.25}
+    params, metrics = first_step(config, optax.sgd(0.1))
+    norm = np.linalg.norm(gradient())
+    np.testing.assert_allclose(params, 0.5 - 0.1 * gradient() * 0.25 / norm, rtol=1e-5)
+    np.testing.assert_allclose([metrics["grad_norm"], metrics["grad_norm_clipped"]], [norm, 0.25], rtol=1e-6)
+
+
+def test_the_optimizer_block_builds_the_optimizer_and_shows_its_rate():
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 1}}
+    params, metrics = first_step(config)
+    np.testing.assert_allclose(params, 0.5 - 0.1 * gradient(), rtol=1e-6)
+    np.testing.assert_allclose(metrics["learning_rate"], 0.1, rtol=1e-6)
+
+
+def test_a_given_transformation_wins_over_the_block_with_a_warning():
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 9.0}}, "zero_optimization": {"stage": 2}}
+    with pytest.warns(zero2jax.ConfigWarning, match=r"\['optimizer'\] are not used, since `tx` was given"):
+        params, _ = first_step(config, optax.sgd(0.1))
+    np.testing.assert_allclose(params, 0.5 - 0.1 * gradient(), rtol=1e-6)
+
+
+def test_without_any_optimizer_the_way_out_is_named():
+    with pytest.raises(zero2jax.ConfigError, match=r"Pass tx=optax.adamw\(...\), or add the block"):
+        zero2jax.initialize(loss_fn, None, {"zero_optimization": {"stage": 2}}, zero2jax.make_mesh(data=2))
+
+
+def test_what_the_engine_lacks_is_refused_by_name():
+    config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    with pytest.raises(zero2jax.ConfigError, match=r"zero_optimization.offload_optimizer.device = 'cpu'"):
+        zero2jax.initialize(loss_fn, optax.sgd(0.1), config, zero2jax.make_mesh(data=2))
+
+
+def test_batch_sizes_set_the_microbatches_and_are_checked():
+    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+    engine = zero2jax.initialize(loss_fn, optax.sgd(0.1), config, zero2jax.make_mesh(data=2))
+    assert engine.num_microbatches == 2
+    state = engine.init({"w": np.ones((2, 2), np.float32)})
+    with pytest.raises(ValueError, match="it has 4 examples, and the batch size was set to 8"):
+        engine.step(state, BATCH[:4])
+    with pytest.raises(zero2jax.ConfigError, match=r"shards = 3 \(from axis 'data' of the mesh\)"):
+        zero2jax.initialize(loss_fn, optax.sgd(0.1), config, zero2jax.make_mesh(data=3))
+
+
+def test_a_step_with_bf16_and_a_gradient_that_is_not_finite_is_skipped():
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    engine = zero2jax.initialize(loss_fn, optax.adam(0.1), config, zero2jax.make_mesh(data=2))
+    state = engine.init({"w": np.full((2, 2), 0.5, np.float32)})
+    state, metrics = engine.step(state, BATCH)
+    before = [np.asarray(x) for x in (*state.params.values(), *map(jnp.asarray, state.opt_state[0][:1]))]
+    assert bool(metrics["applied"])
+    state, metrics = engine.step(state, np.full_like(BATCH, np.inf))
+    after = [np.asarray(x) for x in (*state.params.values(), *map(jnp.asarray, state.opt_state[0][:1]))]
+    assert not bool(metrics["applied"])
+    assert int(state.step) == 2
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a, b)
+    config["bf16"]["check_grad_overflow"] = False
+    params, metrics = first_step(config, optax.sgd(0.1), np.full_like(BATCH, np.inf))
+    assert bool(metrics["applied"])
+    assert not np.isfinite(params).all()
+
+
+def test_one_device_warns_that_nothing_is_saved():
+    with pytest.warns(zero2jax.ConfigWarning, match="on one device saves nothing"):
+        zero2jax.initialize(loss_fn, optax.sgd(0.1), {"zero_optimization": {"stage": 2}}, zero2jax.make_mesh(data=1))
