@@ -394,3 +394,23 @@ def test_stage_2_and_3_losses_equal_stage_1_to_the_last_bits():
     assert losses[1][0] == losses[2][0] == losses[3][0]
     np.testing.assert_allclose(losses[2], losses[1], rtol=1e-6)
     np.testing.assert_allclose(losses[3], losses[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("from_function", [False, True])
+def test_random_keys_may_be_frozen_leaves(from_function):
+    def loss(params, batch):
+        noise = jax.random.normal(params["key"]) + jax.random.normal(params["keys"][2])
+        return (params["w"].sum() + noise) * batch["weight"].mean()
+
+    make = lambda: {
+        "w": jnp.ones(5),
+        "key": jax.random.key(3),
+        "keys": jax.random.split(jax.random.key(4), 3),
+    }
+    engine = make_engine(2, loss_fn=loss, stage=3, trainable=lambda path, _: path == "w")
+    state = engine.init(make if from_function else make())
+    after, (metrics,) = train(engine, state, [make_batch()])
+    np.testing.assert_allclose(metrics["loss"], loss(make(), make_batch()), rtol=RTOL)
+    found = engine.params(after)
+    for name in ("key", "keys"):
+        assert_trees_equal(jax.random.key_data(found[name]), jax.random.key_data(make()[name]))

@@ -104,19 +104,16 @@ def normalized(loss_fn: LossFn) -> Loss:
 
 
 def _scalar(x: Any, name: str, *, integers: bool = False) -> jax.Array:
-    arrays = jax.tree.leaves(x)
-    shape = getattr(arrays[0], "shape", ()) if len(arrays) == 1 else None
+    single = jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
     kinds = (jnp.floating, jnp.integer, jnp.bool_) if integers else (jnp.floating,)
-    good = (
-        len(arrays) == 1 and shape == () and any(jnp.issubdtype(jnp.result_type(arrays[0]), k) for k in kinds)
-    )
+    good = single and jnp.shape(x) == () and any(jnp.issubdtype(jnp.result_type(x), k) for k in kinds)
     if not good:
         found = jax.tree.map(lambda a: f"{jnp.result_type(a).name}{list(jnp.shape(a))}", x)
         raise ValueError(
             f"tracing the loss function: {name} is {found}, and it must be one floating scalar. Return the mean over "
             f"the examples of the batch, as a scalar or as (scalar, aux)."
         )
-    return jnp.asarray(arrays[0]).astype(jnp.float32)
+    return jnp.asarray(x).astype(jnp.float32)
 
 
 def weighted(terms: LossTerms) -> LossTerms:

@@ -1,0 +1,205 @@
+"""Each error of a caller, by its words, before anything is compiled."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import make_batch, make_engine, make_params, mean_loss
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import zero2jax
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return make_engine(8, num_microbatches=2)
+
+
+@pytest.fixture(scope="module")
+def state(engine):
+    return engine.init(make_params())
+
+
+@pytest.mark.parametrize("size", [24, 8, 17])
+def test_a_batch_that_does_not_divide_shows_the_arithmetic(engine, state, size):
+    nearest = max(size // 16, 1) * 16
+    match = rf"{size} examples over 8 devices x 2 microbatches: {size} / \(8 \* 2\) = .*Use {nearest} or {nearest + 16}"
+    with pytest.raises(ValueError, match=match):
+        engine.step(state, make_batch(size))
+    with pytest.raises(ValueError, match=match):
+        engine.lower(make_batch(size))
+
+
+def test_evaluate_must_divide_by_devices_only(engine, state):
+    with pytest.raises(ValueError, match="12 examples over 8 devices x 1 microbatches"):
+        engine.evaluate(state, make_batch(12))
+
+
+def test_an_empty_batch_dim_is_refused(engine, state):
+    with pytest.raises(ValueError, match="a batch of 0 examples"):
+        engine.step(state, make_batch(0))
+
+
+@pytest.mark.parametrize("scalar", [3.0, np.float32(1), jnp.int32(2)])
+def test_a_batch_leaf_without_a_leading_dim_is_named(engine, state, scalar):
+    with pytest.raises(ValueError, match="leaf 'temperature' is a scalar, without a leading dim"):
+        engine.step(state, make_batch(16) | {"temperature": scalar})
+
+
+def test_batch_leaves_of_different_length_are_named(engine, state):
+    with pytest.raises(ValueError, match="leaf 'weight' has 16 examples and leaf 'x' has 32"):
+        engine.step(state, make_batch(16) | {"x": np.zeros(32, np.int32)})
+
+
+def test_a_batch_without_arrays_is_refused(engine, state):
+    with pytest.raises(ValueError, match="it has no arrays"):
+        engine.step(state, {})
+
+
+def test_a_batch_of_another_size_than_configured_is_refused():
+    engine = make_engine(2, batch_size=8)
+    state = engine.init(make_params())
+    with pytest.raises(ValueError, match="it has 4 examples, and the batch size was set to 8"):
+        engine.step(state, make_batch(4))
+
+
+def test_a_mesh_without_the_data_axis_is_refused():
+    with pytest.raises(
+        ValueError, match=r"axis 'data' in a mesh with axes \{'fsdp': 8\}.*make_mesh\(data=8\)"
+    ):
+        zero2jax.Engine(mean_loss, optax.sgd(1.0), zero2jax.make_mesh(fsdp=8))
+
+
+def test_an_unknown_axis_name_is_refused():
+    with pytest.raises(ValueError, match=r"axis 'batch' in a mesh with axes {'data': 8}"):
+        zero2jax.Engine(mean_loss, optax.sgd(1.0), zero2jax.make_mesh(), axis_name="batch")
+
+
+def test_a_mesh_with_explicit_axes_is_refused():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with pytest.raises(ValueError, match=r"the axes \['data'\] are not of type Auto"):
+        zero2jax.Engine(mean_loss, optax.sgd(1.0), mesh)
+
+
+@pytest.mark.parametrize("axes", [{"data": 9}, {"data": 3, "model": 3}, {"data": -1, "model": 3}])
+def test_a_mesh_that_does_not_fit_the_devices_is_refused(axes):
+    with pytest.raises(ValueError, match=r"there are 8.*jax_num_cpu_devices"):
+        zero2jax.make_mesh(**axes)
+
+
+@pytest.mark.parametrize("axes", [{"data": 0}, {"data": -2}, {"data": -1, "model": -1}])
+def test_a_mesh_axis_of_no_size_is_refused(axes):
+    with pytest.raises(
+        ValueError, match="every axis size must be a positive number, and at most one may be -1"
+    ):
+        zero2jax.make_mesh(**axes)
+
+
+@pytest.mark.parametrize("stage", [-1, 4, "2", None])
+def test_a_stage_outside_0_to_3_is_refused(stage):
+    with pytest.raises(ValueError, match="ZeRO has the stages 0, 1, 2 and 3"):
+        make_engine(2, stage=stage)
+
+
+@pytest.mark.parametrize("num", [0, -1, 1.5])
+def test_a_number_of_microbatches_that_is_none_is_refused(num):
+    with pytest.raises(ValueError, match=r"num_microbatches is .*whole number of at least 1"):
+        make_engine(2, num_microbatches=num)
+
+
+@pytest.mark.parametrize(("stage", "gather"), [(2, "never"), (3, "once"), (1, "once")])
+def test_a_way_to_gather_that_the_stage_does_not_have_is_refused(stage, gather):
+    with pytest.raises(ValueError, match=f"gather is '{gather}' at stage {stage}"):
+        make_engine(2, stage=stage, gather=gather)
+
+
+def test_trainable_leaves_that_are_not_floating_are_all_named():
+    params = make_params() | {"table": jnp.arange(4), "flag": jnp.array(True)}
+    with pytest.raises(
+        ValueError, match=r"not floating: 'flag' \(bool\[\]\), 'table' \(int32\[4\]\).*trainable="
+    ):
+        make_engine(2).init(params)
+
+
+def test_params_of_another_structure_than_the_state_name_the_first_path(engine, state):
+    wrong = dict(state.params)
+    del wrong["embed"]
+    with pytest.raises(ValueError, match=r"`state\.params` has no leaf 'embed'"):
+        engine.step(state._replace(params=wrong), make_batch(16))
+    with pytest.raises(ValueError, match=r"`state\.params` has a leaf 'more'"):
+        engine.evaluate(state._replace(params=state.params | {"more": jnp.ones(())}), make_batch(16))
+
+
+def test_an_optimizer_state_of_another_optimizer_is_refused(engine, state):
+    other = make_engine(8, tx=optax.sgd(1e-2)).init(make_params())
+    with pytest.raises(ValueError, match=r"`state\.opt_state` has no leaf '0/count'"):
+        engine.step(state._replace(opt_state=other.opt_state), make_batch(16))
+
+
+def test_trees_of_the_same_leaves_in_other_containers_are_refused(engine, state):
+    with pytest.raises(ValueError, match="the containers differ"):
+        engine.params(state._replace(opt_state=list(state.opt_state)))
+
+
+def test_a_tree_of_flags_or_specs_of_another_structure_is_refused():
+    with pytest.raises(ValueError, match="`trainable` has no leaf 'blocks/b'"):
+        make_engine(2, trainable={"embed": True}).init(make_params())
+    with pytest.raises(ValueError, match="`param_specs` has no leaf 'blocks/b'"):
+        make_engine(2, param_specs={"embed": P()}).init(make_params())
+
+
+LOSSES = {
+    "vector": (lambda p, b: p["scale"] * b["weight"], r"the loss is float32\[12\]"),
+    "integer": (lambda p, b: jnp.int32(1), r"the loss is int32\[\]"),
+    "dict": (lambda p, b: {"loss": p["scale"]}, "the loss is {'loss': 'float32"),
+    "weight": (lambda p, b: (p["scale"], {"weight": b["weight"]}), r"aux\['weight'\] is float32\[12\]"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_is_not_a_floating_scalar_is_refused(name):
+    loss_fn, found = LOSSES[name]
+    engine = make_engine(2, loss_fn=loss_fn)
+    state = engine.init(make_params())
+    with pytest.raises(ValueError, match=f"tracing the loss function: {found}.*must be one floating scalar"):
+        engine.step(state, make_batch(24))
+
+
+def test_new_values_for_leaves_that_are_not_frozen_are_refused():
+    loss_fn = lambda p, b: (p["scale"], {"frozen": {"scale": p["scale"]}})
+    engine = make_engine(2, loss_fn=loss_fn, trainable=lambda path, _: path != "norm")
+    state = engine.init(make_params())
+    with pytest.raises(
+        ValueError, match=r"leaf 'scale' of shape \(\) does not fit, expected one of .*'norm'"
+    ):
+        engine.step(state, make_batch(4))
+    loss_fn = lambda p, b: (p["scale"], {"frozen": {"norm": p["norm"][:2]}})
+    engine = make_engine(2, loss_fn=loss_fn, trainable=lambda path, _: path != "norm")
+    state = engine.init(make_params())
+    with pytest.raises(ValueError, match=r"leaf 'norm' of shape \(2,\) does not fit, expected shape \(5,\)"):
+        engine.step(state, make_batch(4))
+
+
+def test_multi_steps_is_refused_as_an_object_and_inside_of_a_chain():
+    multi = optax.MultiSteps(optax.adam(1e-2), 4)
+    match = "contains optax.MultiSteps.*pass the inner transformation, and set num_microbatches"
+    with pytest.raises(ValueError, match=match):
+        make_engine(2, tx=multi)
+    hidden = optax.chain(optax.clip(1.0), multi.gradient_transformation())
+    with pytest.raises(ValueError, match=match):
+        make_engine(2, tx=hidden).init(make_params())
+
+
+def test_something_else_than_a_transformation_is_refused():
+    with pytest.raises(TypeError, match=r"reading the optimizer: found function, expected an optax"):
+        make_engine(2, tx=optax.adam)
+
+
+def test_an_engine_that_has_seen_no_parameters_says_so(state):
+    engine = make_engine(8)
+    with pytest.raises(ValueError, match=r"it has not seen the parameters\. Call engine.init"):
+        engine.step(state, make_batch(16))
+    with pytest.raises(ValueError, match="it has not seen the parameters"):
+        engine.layout  # noqa: B018
