@@ -13,7 +13,7 @@ OUT ?= out/demo
 .PHONY: demo test lint bench clean
 
 demo: $(VENV)/.example
-	$(BIN)/python examples/gpt/train.py --deepspeed_config configs/stage2.json --devices 8 --out $(OUT)
+	$(BIN)/python examples/gpt/train.py --devices 8 --out $(OUT)
 
 test: $(VENV)/.$(EXTRAS)
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 tests
