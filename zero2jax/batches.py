@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero2jax.pytrees import PyTree, path_string
+from zero2jax.pytrees import PyTree, path_string, shapes_of
 
 
 def check_batch(batch: PyTree, num_shards: int, num_microbatches: int, batch_size: int | None = None) -> int:
@@ -68,4 +68,5 @@ def place_batch(batch: PyTree, mesh: Mesh, axis_name: str) -> PyTree:
 def abstract_batch(batch: PyTree, mesh: Mesh, axis_name: str) -> PyTree:
     """Shapes of the batch as `place_batch` places it."""
     sharding = NamedSharding(mesh, P(axis_name))
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding), batch)
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.tree.map(place, shapes_of(batch))

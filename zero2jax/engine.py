@@ -20,7 +20,7 @@ from zero2jax.memory import MemoryReport, measure_memory
 from zero2jax.mesh import DATA_AXIS, check_mesh, replicated
 from zero2jax.optimizer import checked_transformation
 from zero2jax.precision import Precision
-from zero2jax.pytrees import LeafPredicate, PyTree
+from zero2jax.pytrees import LeafPredicate, PyTree, shapes_of
 from zero2jax.shard_plan import ShardPlan, guess_layer_dims
 from zero2jax.state import (
     Layout,
@@ -29,7 +29,6 @@ from zero2jax.state import (
     make_opt_state,
     make_params,
     place_params,
-    shapes_of,
 )
 from zero2jax.step import Metrics, StepProgram, check_state
 

@@ -1,9 +1,11 @@
-"""Names of the leaves of a pytree, and the first place where two pytrees differ. Pure Python over structure."""
+"""Names, shapes and choices of the leaves of a pytree, and the first place where two pytrees differ."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 PyTree = Any
 LeafPredicate = Callable[[str, Any], bool]
@@ -18,6 +20,17 @@ def path_string(path: Any) -> str:
 def leaf_paths(tree: PyTree) -> list[str]:
     """The path of every leaf, in the order of `jax.tree.leaves`."""
     return [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def shapes_of(tree: PyTree) -> PyTree:
+    """Shapes, and dtypes as jax will hold them, of a tree of arrays, NumPy arrays, Python numbers or shapes."""
+
+    def dtype(x: Any) -> Any:
+        found = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+        extended = jnp.issubdtype(found, jax.dtypes.extended)
+        return found if extended else jax.dtypes.canonicalize_dtype(found)
+
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), dtype(x)), tree)
 
 
 def select_leaves(

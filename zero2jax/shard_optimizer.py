@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from zero2jax import padding
 from zero2jax.mesh import DATA_AXIS, check_mesh
 from zero2jax.optimizer import checked_transformation, refuse_multi_steps
-from zero2jax.pytrees import PyTree
+from zero2jax.pytrees import PyTree, shapes_of
 from zero2jax.shard_plan import (
     LeafPlan,
     ShardPlan,
@@ -29,7 +29,6 @@ from zero2jax.shard_plan import (
     make_shard_plan,
     plan_like,
 )
-from zero2jax.state import shapes_of
 
 
 def shard_optimizer(

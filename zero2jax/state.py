@@ -119,12 +119,6 @@ def make_layout(
     return Layout(plan, plan_like(opt_shapes, plan), flags)
 
 
-def shapes_of(tree: PyTree) -> PyTree:
-    """Shapes and dtypes of a tree of arrays, NumPy arrays, Python numbers or shapes."""
-    dtype = lambda x: x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), dtype(x)), tree)
-
-
 def select(params: PyTree, trainable: tuple[bool, ...]) -> PyTree:
     """`params` with `optax.MaskedNode()` in the place of each frozen leaf, as `optax.masked` does it."""
     leaves, treedef = jax.tree.flatten(params)
