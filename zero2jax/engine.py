@@ -20,7 +20,7 @@ from zero2jax.memory import MemoryReport, measure_memory
 from zero2jax.mesh import DATA_AXIS, check_mesh, replicated
 from zero2jax.optimizer import checked_transformation
 from zero2jax.precision import Precision
-from zero2jax.pytrees import LeafPredicate, PyTree, shapes_of
+from zero2jax.pytrees import LeafPredicate, PyTree, is_function, shapes_of
 from zero2jax.shard_plan import ShardPlan, guess_layer_dims
 from zero2jax.state import (
     Layout,
@@ -163,7 +163,7 @@ class Engine:
         Raises:
           ValueError: a trainable leaf is not floating; `param_specs` or `trainable` have another structure.
         """
-        if callable(params):
+        if is_function(params):
             make = functools.partial(params, *args)
             abstract = self.abstract_state(jax.eval_shape(make), batch=batch)
             rest = make_params(make, self.layout.params, self.mesh)

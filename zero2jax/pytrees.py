@@ -17,6 +17,11 @@ def path_string(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def is_function(x: Any) -> bool:
+    """Whether `x` is a function, and not a pytree that can be called, as an Equinox module is."""
+    return callable(x) and jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
+
+
 def leaf_paths(tree: PyTree) -> list[str]:
     """The path of every leaf, in the order of `jax.tree.leaves`."""
     return [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
@@ -44,7 +49,7 @@ def select_leaves(
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     if choice is None:
         return [default] * len(leaves)
-    if callable(choice):
+    if is_function(choice):
         return [bool(choice(path_string(path), leaf)) for path, leaf in leaves]
     check_same_structure(tree, choice, "the parameters", f"`{name}`")
     return [bool(x) for x in jax.tree.leaves(choice)]
