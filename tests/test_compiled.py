@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import LAYERS, bytes_on_device, make_batch, make_engine, make_params, mean_loss
+from helpers import LAYERS, bytes_on_device, count_primitives, make_batch, make_engine, make_params, mean_loss
 
 from zero2jax.hlo import collectives
 
@@ -102,6 +102,20 @@ def test_the_second_step_traces_and_compiles_nothing():
         engine.evaluate(state, batch)
     assert not COMPILATIONS
     assert len(traces) == num_traces
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_evaluate_and_params_gather_stacks_a_layer_at_a_time(stage):
+    engine = make_engine(N, stage=stage)
+    state = engine.init(make_params())
+    for fun in (engine.params, lambda state: engine.evaluate(state, make_batch())):
+        found = count_primitives(jax.make_jaxpr(fun)(state))
+        assert found.in_loops["all_gather"] == len(STACK)
+        assert {len(shape) for shape in found.shapes["all_gather"]} == {
+            1,
+            2,
+        }  # one layer of b and of w; embed
+        assert not found.total("reduce_scatter")
 
 
 # --- collectives -------------------------------------------------------------------------------------------------

@@ -98,7 +98,8 @@ def normalized(loss_fn: LossFn) -> Loss:
             if "weight" in aux:
                 weight = jax.lax.stop_gradient(_scalar(aux.pop("weight"), "aux['weight']", integers=True))
             frozen = aux.pop("frozen", None)
-        return LossTerms(loss, weight, jax.lax.stop_gradient(aux), jax.lax.stop_gradient(frozen))
+        aux, frozen = jax.lax.stop_gradient(jax.tree.map(jnp.asarray, (aux, frozen)))  # Python numbers too
+        return LossTerms(loss, weight, aux, frozen)
 
     return call
 
