@@ -9,6 +9,7 @@ from zero2jax.config import (
     resolve_auto,
 )
 from zero2jax.engine import Engine
+from zero2jax.estimate import Estimate, estimate
 from zero2jax.initialize import initialize
 from zero2jax.memory import MemoryReport, live_bytes
 from zero2jax.mesh import make_mesh
@@ -22,12 +23,14 @@ __all__ = [
     "ConfigError",
     "ConfigWarning",
     "Engine",
+    "Estimate",
     "LeafPlan",
     "MemoryReport",
     "Precision",
     "ShardPlan",
     "TrainState",
     "add_config_arguments",
+    "estimate",
     "initialize",
     "live_bytes",
     "load_config",
