@@ -1,5 +1,6 @@
 """ZeRO for JAX: optimizer state, gradients and parameters sharded over a data-parallel mesh."""
 
+from zero2jax.audit import Audit, assert_collectives, audit
 from zero2jax.config import (
     Config,
     ConfigError,
@@ -19,6 +20,7 @@ from zero2jax.shard_plan import LeafPlan, ShardPlan, make_shard_plan
 from zero2jax.state import TrainState
 
 __all__ = [
+    "Audit",
     "Config",
     "ConfigError",
     "ConfigWarning",
@@ -30,6 +32,8 @@ __all__ = [
     "ShardPlan",
     "TrainState",
     "add_config_arguments",
+    "assert_collectives",
+    "audit",
     "estimate",
     "initialize",
     "live_bytes",
