@@ -115,6 +115,11 @@ def test_a_way_to_gather_that_the_stage_does_not_have_is_refused(stage, gather):
         make_engine(2, stage=stage, gather=gather)
 
 
+def test_an_unknown_reduction_is_refused():
+    with pytest.raises(ValueError, match="reduction is 'max'; it is 'mean' or 'sum'"):
+        make_engine(2, reduction="max")
+
+
 def test_trainable_leaves_that_are_not_floating_are_all_named():
     params = make_params() | {"table": jnp.arange(4), "flag": jnp.array(True)}
     with pytest.raises(

@@ -414,3 +414,40 @@ def test_random_keys_may_be_frozen_leaves(from_function):
     found = engine.params(after)
     for name in ("key", "keys"):
         assert_trees_equal(jax.random.key_data(found[name]), jax.random.key_data(make()[name]))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_step_whose_gradient_is_not_finite_is_skipped_where_asked(stage):
+    def loss(params, batch):
+        scale = batch["weight"].mean()
+        return mean_loss(params, batch) * scale, {"frozen": {"seen": params["seen"] + scale}}
+
+    params = make_params() | {"seen": jnp.float32(0), "key": jax.random.key(0)}
+    engine = make_engine(
+        2,
+        loss_fn=loss,
+        stage=stage,
+        skip_nonfinite=True,
+        trainable=lambda path, _: path not in ("seen", "key"),
+    )
+    good, bad = make_batch(), make_batch() | {"weight": np.full(24, np.inf, np.float32)}
+    state, _ = engine.step(engine.init(params), good)
+    before = jax.tree.map(np.asarray, (engine.params(state)["seen"], state.opt_state, state.params["embed"]))
+    state, metrics = engine.step(state, bad)
+    assert not bool(metrics["applied"])
+    assert not np.isfinite(metrics["grad_norm"])
+    after = (engine.params(state)["seen"], state.opt_state, state.params["embed"])
+    assert_trees_equal(jax.tree.map(np.asarray, after), before)
+    state, metrics = engine.step(state, good)
+    assert bool(metrics["applied"])
+    assert int(state.step) == 3  # counted, so that its random keys are not used again
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_summing_over_devices_multiplies_the_mean_gradient_by_their_number(stage):
+    batches = make_batches(1)
+    engine = make_engine(8, tx=optax.sgd(1e-3), stage=stage, reduction="sum")
+    state, (metrics,) = train(engine, engine.init(make_params()), batches)
+    params, _, norms = oracle(mean_loss, optax.sgd(8e-3), make_params(), batches)
+    assert_trees_close(engine.params(state), params, rtol=RTOL, atol=ATOL)
+    np.testing.assert_allclose(metrics["grad_norm"], 8 * norms[0], rtol=RTOL)
