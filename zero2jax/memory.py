@@ -187,10 +187,14 @@ def _gathered_bytes(found: list[Collective], settings: GradientSettings) -> int 
     gathers = [c for c in found if c.kind == "all-gather"]
     if settings.stage == 0:
         return None
-    if settings.stage == 3:  # one pass through one loop body, or what is outside of loops
-        by_loop: dict[tuple[str, ...], int] = {}
-        for c in gathers:
-            by_loop[c.loops] = by_loop.get(c.loops, 0) + c.num_bytes
-        return max(by_loop.values(), default=0)
+    if settings.stage == 3:
+        return max((_bytes_at_once(loops, gathers) for loops in {c.loops for c in gathers}), default=0)
     repeats = settings.num_microbatches if settings.stage == 2 and not settings.gather_once else 1
     return sum(c.total_bytes for c in gathers) // repeats
+
+
+def _bytes_at_once(loops: tuple[str, ...], gathers: list[Collective]) -> int:
+    """One pass through an innermost loop gathers one layer; elsewhere parameters come one after the other."""
+    found = [c.num_bytes for c in gathers if c.loops == loops]
+    innermost = loops and not any(c.loops[: len(loops)] == loops != c.loops for c in gathers)
+    return sum(found) if innermost else max(found)

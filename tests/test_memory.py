@@ -1,0 +1,73 @@
+"""The memory report: live buffers and compiled programs, against bytes that are known by construction."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zero2jax
+
+L, D, V, N = 4, 16, 32, 8
+
+
+def loss_fn(params, tokens):
+    x, _ = jax.lax.scan(
+        jax.checkpoint(lambda x, w: (x + jnp.tanh(x @ w), None)), params["embed"][tokens], params["layers"]
+    )
+    return optax.softmax_cross_entropy_with_integer_labels(x @ params["out"], tokens).mean()
+
+
+def make_params():
+    return {
+        "embed": jnp.ones((V, D)) / D,
+        "layers": jnp.ones((L, D, D)) / D,
+        "out": jnp.ones((D, V)),
+    }
+
+
+def measured(stage, **settings):
+    engine = zero2jax.Engine(
+        loss_fn,
+        optax.adam(1e-2),
+        zero2jax.make_mesh(data=N),
+        stage=stage,
+        precision=zero2jax.Precision(jnp.float32),
+        layer_dims={"embed": 0, "layers": 1, "out": 0},
+        **settings,
+    )
+    tokens = np.arange(16, dtype=np.int32) % V
+    return engine.memory(engine.init(make_params()), tokens)
+
+
+PARAM_BYTES = 4 * (2 * V * D + L * D * D)
+SCALARS = 64  # loss, weight and the like, which come out with the gradients
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_class_is_what_the_construction_says(stage, num_microbatches):
+    report = measured(stage, num_microbatches=num_microbatches)
+    shards = N if stage else 1
+    assert report["master"].measured_bytes == report["master"].formula_bytes == PARAM_BYTES // shards
+    assert report["optimizer state"].measured_bytes == 2 * PARAM_BYTES // shards + 4
+    gradients = PARAM_BYTES // N if stage >= 2 else PARAM_BYTES
+    assert 0 <= report["gradients"].measured_bytes - gradients <= SCALARS
+    assert report["gradients"].formula_bytes == gradients
+    parameters = report["parameters in the step"].measured_bytes
+    if stage == 0:
+        assert parameters is None
+    elif stage == 3:
+        assert parameters == max(4 * D * D, 4 * V * D)  # one layer, or the embedding, or the output
+    else:
+        assert parameters == report["parameters in the step"].formula_bytes == PARAM_BYTES
+    assert report.total_bytes == 3 * PARAM_BYTES // shards + 4 + report["temporary"].measured_bytes
+
+
+def test_the_report_prints_and_becomes_json():
+    report = measured(2)
+    assert "optimizer state" in report.table()
+    assert str(report) == report.table()
+    as_dict = report.as_dict()
+    assert as_dict["by_class"]["master"]["measured_bytes"] == PARAM_BYTES // N
+    assert (as_dict["stage"], as_dict["num_shards"]) == (2, N)
