@@ -14,6 +14,8 @@ from zero2jax.estimate import Estimate, estimate
 from zero2jax.initialize import initialize
 from zero2jax.memory import MemoryReport, live_bytes
 from zero2jax.mesh import make_mesh
+from zero2jax.plan_report import PlanReport
+from zero2jax.planner import Program, plan
 from zero2jax.precision import Precision
 from zero2jax.shard_optimizer import shard_optimizer
 from zero2jax.shard_plan import LeafPlan, ShardPlan, make_shard_plan
@@ -28,7 +30,9 @@ __all__ = [
     "Estimate",
     "LeafPlan",
     "MemoryReport",
+    "PlanReport",
     "Precision",
+    "Program",
     "ShardPlan",
     "TrainState",
     "add_config_arguments",
@@ -40,6 +44,7 @@ __all__ = [
     "load_config",
     "make_mesh",
     "make_shard_plan",
+    "plan",
     "resolve_auto",
     "shard_optimizer",
 ]

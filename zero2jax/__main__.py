@@ -13,6 +13,18 @@ import tyro
 from zero2jax.check import check_config, print_report
 from zero2jax.config import ConfigError, read_config
 from zero2jax.environment import environment_report, print_environment
+from zero2jax.estimate import estimate as estimate_bytes
+from zero2jax.plan_command import (
+    UsageError,
+    load_function,
+    parse_axes,
+    parse_vary,
+    run_plan,
+    run_search,
+    set_up_jax,
+)
+from zero2jax.planner import PlanSettings
+from zero2jax.targets import DEVICES_PER_HOST, MEMORY_FRACTION, get_target
 
 _USAGE_ERROR = 2
 
@@ -55,7 +67,102 @@ def info(json: bool = False) -> None:
         print_environment(report)
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {"check": check, "info": info}
+def plan(
+    program: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:FUNCTION")],
+    axes: str,
+    target: str = "local",
+    config: str | None = None,
+    json: bool = False,
+    png: str | None = None,
+    search: bool = False,
+    vary: tuple[str, ...] = (),
+    devices_per_host: int = DEVICES_PER_HOST,
+    memory_fraction: float = MEMORY_FRACTION,
+    in_node_gb_per_s: float | None = None,
+    across_gb_per_s: float | None = None,
+) -> None:
+    """Compile the step for GPUs that need not be here: does it fit, what does it communicate, what is hidden?
+
+    Args:
+        program: A function that returns a zero2jax.Program, as in examples.gpt.program:program.
+        axes: Mesh axes, data=8 or data=25,model=16.
+        target: v100-32gb, a100-80gb, h100-80gb, h200, b200, local or cpu.
+        config: DeepSpeed JSON; without one, stage 2 with bf16. Its optimizer goes before the program's.
+        json: Print JSON.
+        png: Write a picture of memory over the schedule there.
+        search: Compile every stage and number of microbatches, and whatever --vary says; print the frontier.
+        vary: For --search, KEY=VALUE,VALUE with key paths of the configuration or program.NAME for arguments.
+        devices_per_host: Devices of one host.
+        memory_fraction: Part of a card that the program may use (XLA_CLIENT_MEM_FRACTION).
+        in_node_gb_per_s: What one device can send to others of its host, instead of the target's figure.
+        across_gb_per_s: What one device can send to other hosts, instead of the target's figure.
+    """
+    if vary and not search:
+        raise UsageError("--vary is for --search: add --search, or set the keys in the configuration.")
+    if png is not None and search:
+        raise UsageError("--png draws one plan: leave out --search, and draw the setting that you choose.")
+    sizes, varied = parse_axes(axes), parse_vary(vary)
+    in_node, across = (None if x is None else 1e9 * x for x in (in_node_gb_per_s, across_gb_per_s))
+    try:
+        chosen = get_target(target).with_rates(in_node, across)
+        settings = PlanSettings(sizes, chosen, devices_per_host, memory_fraction)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    set_up_jax(target, sizes)
+    function = load_function(program)
+    if search:
+        run_search(function, config, settings, varied, as_json=json)
+    else:
+        run_plan(function, config, settings, as_json=json, png=png)
+
+
+def estimate(
+    params: Annotated[float, tyro.conf.Positional, tyro.conf.arg(metavar="PARAMS")],
+    shards: int,
+    param_bytes: float = 2,
+    grad_bytes: float = 2,
+    master_bytes: float = 4,
+    optimizer_bytes: float = 8,
+    model_shards: int = 1,
+    offload_optimizer: bool = False,
+    offload_params: bool = False,
+    devices_per_host: int = DEVICES_PER_HOST,
+    json: bool = False,
+) -> None:
+    """Print what the formulas of the ZeRO paper give for stages 0 to 3, and DeepSpeed's beside them.
+
+    Args:
+        params: Number of parameters, 7.5e9.
+        shards: Devices of the data axis.
+        param_bytes: Bytes per parameter as the loss sees it.
+        grad_bytes: Bytes per gradient element.
+        master_bytes: Bytes per master parameter.
+        optimizer_bytes: Bytes of optimizer state per parameter; 8 for Adam.
+        model_shards: Devices of tensor parallelism.
+        offload_optimizer: Masters and optimizer state live on the host.
+        offload_params: Parameters live on the host, at stage 3.
+        devices_per_host: For DeepSpeed's figure of a host's memory.
+        json: Print JSON.
+    """
+    try:
+        found = estimate_bytes(
+            params,
+            shards,
+            param_bytes=param_bytes,
+            grad_bytes=grad_bytes,
+            master_bytes=master_bytes,
+            optimizer_bytes=optimizer_bytes,
+            model_shards=model_shards,
+            offload_optimizer=offload_optimizer,
+            offload_params=offload_params,
+            devices_per_host=devices_per_host,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    print(json_text.dumps(found.as_dict(), indent=2) if json else found)
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {"check": check, "estimate": estimate, "info": info, "plan": plan}
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -68,7 +175,7 @@ def main(args: Sequence[str] | None = None) -> int:
             args=args,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
-    except ConfigError as error:
+    except (ConfigError, UsageError) as error:
         print(error, file=sys.stderr)
         return _USAGE_ERROR
     return 0

@@ -72,6 +72,13 @@ class Target:
         """Memory that the program may use, the rest left to what lies outside of XLA's pool."""
         return None if self.memory_bytes is None else int(self.memory_bytes * memory_fraction)
 
+    def with_rates(self, in_node: float | None, across: float | None) -> "Target":
+        """This target with other links, in bytes per second and device; None keeps its own."""
+        target = self
+        if in_node is not None:  # an all-reduce's own rate belongs to the links it was measured on
+            target = dataclasses.replace(target, in_node_bytes_per_s=in_node, all_reduce_bytes_per_s=None)
+        return target if across is None else dataclasses.replace(target, across_bytes_per_s=across)
+
     def config_text(self) -> str:
         """The card as a `GpuTargetConfigProto` in text form."""
         if self.gpu is None:
