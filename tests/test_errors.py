@@ -208,3 +208,16 @@ def test_an_engine_that_has_seen_no_parameters_says_so(state):
         engine.step(state, make_batch(16))
     with pytest.raises(ValueError, match="it has not seen the parameters"):
         engine.layout  # noqa: B018
+
+
+def test_parameter_leaves_that_are_no_arrays_are_named():
+    params = {"w": jnp.ones((4, 4)), "act": jax.nn.relu, "name": "mlp"}
+    with pytest.raises(TypeError, match=r"'act' \(custom_jvp\), 'name' \(str\).*equinox.partition"):
+        make_engine(2).init(params)
+
+
+def test_a_state_of_another_type_is_refused():
+    engine = make_engine(2)
+    engine.init(make_params())
+    with pytest.raises(TypeError, match=r"found dict, expected the TrainState that engine\.init"):
+        engine.step({"params": make_params()}, make_batch())

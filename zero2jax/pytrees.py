@@ -28,14 +28,27 @@ def leaf_paths(tree: PyTree) -> list[str]:
 
 
 def shapes_of(tree: PyTree) -> PyTree:
-    """Shapes, and dtypes as jax will hold them, of a tree of arrays, NumPy arrays, Python numbers or shapes."""
+    """Shapes, and dtypes as jax will hold them, of a tree of arrays, NumPy arrays, Python numbers or shapes.
 
-    def dtype(x: Any) -> Any:
-        found = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
-        extended = jnp.issubdtype(found, jax.dtypes.extended)
-        return found if extended else jax.dtypes.canonicalize_dtype(found)
+    Raises:
+      TypeError: a leaf is none of these (names up to five).
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    numeric = (bool, int, float, complex)
+    wrong = [(path, x) for path, x in leaves if not (hasattr(x, "dtype") or isinstance(x, numeric))]
+    if wrong:
+        found = ", ".join(f"{path_string(path)!r} ({type(x).__name__})" for path, x in wrong[:5])
+        raise TypeError(
+            f"reading a tree of arrays: leaves that are not arrays: {found}. Keep such leaves out of the tree: close "
+            f"over them in the loss function, as with equinox.partition(model, equinox.is_array) or nnx.split."
+        )
 
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), dtype(x)), tree)
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+        extended = jnp.issubdtype(dtype, jax.dtypes.extended)
+        return jax.ShapeDtypeStruct(np.shape(x), dtype if extended else jax.dtypes.canonicalize_dtype(dtype))
+
+    return jax.tree.map(shape, tree)
 
 
 def select_leaves(

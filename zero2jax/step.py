@@ -200,6 +200,11 @@ class StepProgram:
 
 
 def check_state(state: TrainState, layout: Layout) -> None:
-    """Raise a ValueError if a state's parameters or optimizer state do not have the layout's structure."""
+    """Raise an error if this is no state, or its parameters or optimizer state have another structure."""
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"reading the state: found {type(state).__name__}, expected the TrainState that engine.init or the step "
+            f"before returned. A step is state, metrics = engine.step(state, batch)."
+        )
     check_same_structure(layout.params.tree, state.params, "the parameters", "`state.params`")
     check_same_structure(layout.opt_state.tree, state.opt_state, "the optimizer state", "`state.opt_state`")
