@@ -128,9 +128,9 @@ def search_plans(
     count = lambda _: advance(next(done), len(combinations))
     with ThreadPoolExecutor(max_workers=max(1, min(os.cpu_count() or 1, len(combinations)))) as pool:
         for varied in combinations:
+            arguments = {k.removeprefix(_PROGRAM): v for k, v in varied.items() if k.startswith(_PROGRAM)}
+            program = make_program(**arguments)
             try:
-                arguments = {k.removeprefix(_PROGRAM): v for k, v in varied.items() if k.startswith(_PROGRAM)}
-                program = make_program(**arguments)
                 prepared = prepare_plan(program, _varied_config(base.source, varied, program), settings)
             except ValueError as error:  # a rule of the configuration or of the batch
                 found.append(Candidate(varied, None, " ".join(str(error).split())))
