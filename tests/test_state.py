@@ -131,3 +131,13 @@ def test_a_wrong_layer_dim_warns_and_changes_no_number():
     # the same sums, in another order over 4 devices: a few units in the last place of fp32
     np.testing.assert_allclose(right["grad_norm"], wrong["grad_norm"], rtol=1e-6)
     np.testing.assert_allclose(right["loss"], wrong["loss"], rtol=1e-6)
+
+
+def test_results_without_an_update_are_waited_for_on_simulated_devices():
+    """Independent programs in flight at once can starve each other's collectives there."""
+    engine = make_engine(8)
+    state = engine.init(make_params())
+    batch = {k: np.zeros(8, np.int32) for k in ("x", "y")}
+    losses = [engine.evaluate(state, batch) for _ in range(3)]
+    assert all(loss.is_ready() for loss in losses)
+    assert all(x.is_ready() for x in jax.tree.leaves(engine.params(state)))

@@ -210,7 +210,7 @@ class Engine:
         if key not in self._jitted:
             program = self._program(self.layout, fun)
             self._jitted[key] = jax.jit(program.evaluate, out_shardings=replicated(self.mesh))
-        means = self._jitted[key](state, place_batch(batch, self.mesh, self.axis_name))
+        means = self._settled(self._jitted[key](state, place_batch(batch, self.mesh, self.axis_name)))
         return means.loss if means.aux is None else (means.loss, means.aux)
 
     def params(self, state: TrainState) -> PyTree:
@@ -219,7 +219,7 @@ class Engine:
         if "params" not in self._jitted:
             program = self._program(self.layout)
             self._jitted["params"] = jax.jit(program.whole_params, out_shardings=replicated(self.mesh))
-        return self._jitted["params"](state.params)
+        return self._settled(self._jitted["params"](state.params))
 
     def lower(self, batch: PyTree) -> jax.stages.Lowered:
         """The step lowered for a batch of these shapes (arrays or shapes), to compile, count and audit."""
@@ -234,6 +234,13 @@ class Engine:
         shapes = (self.layout.abstract_state(self.mesh), abstract_batch(batch, self.mesh, self.axis_name))
         gradients = jax.jit(program.gradients).lower(*shapes).compile()
         return measure_memory(state, self.lower(batch).compile(), gradients, self.layout, program.settings)
+
+    def _settled(self, result: Any) -> Any:
+        """`result`, waited for on simulated devices: there, programs that do not depend on each other and run at the
+        same time can each hold threads that the other's collectives wait for.
+        """
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        return jax.block_until_ready(result) if on_cpu else result
 
     def _jitted_step(self) -> Any:
         if "step" not in self._jitted:
