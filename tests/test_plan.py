@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -190,6 +193,30 @@ def test_command_prints_json(capsys, tmp_path):
     assert found["axes"] == {"data": 8}
 
 
+def test_command_simulates_as_many_devices_as_the_axes_need():
+    command = [
+        sys.executable,
+        "-m",
+        "zero2jax",
+        "plan",
+        "test_plan:program",
+        "--axes",
+        "data=16",
+        "--target",
+        "cpu",
+    ]
+    done = subprocess.run(
+        [*command, "--json"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["by_class"]["master"]["rest_bytes"] == P // 16
+
+
 def test_command_prints_the_table_and_draws_the_picture(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"
@@ -231,6 +258,8 @@ def test_wrong_usage_exits_2_and_says_why(arguments, message, capsys):
 def test_estimate_command(capsys):
     assert main(["estimate", "7.5e9", "--shards", "64", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["stages"][2]["total_bytes"] == 16.640625e9
+    assert main(["estimate", "7.5e9", "--shards", "64", "--memory-gb", "32"]) == 0
+    assert "states of 14.42e9 parameters fill 32 GB at stage 2" in capsys.readouterr().out
     assert main(["estimate", "7.5e9", "--shards", "0"]) == 2
     assert "counts must be positive" in capsys.readouterr().err
 

@@ -13,6 +13,7 @@ import tyro
 from zero2jax.check import check_config, print_report
 from zero2jax.config import ConfigError, read_config
 from zero2jax.environment import environment_report, print_environment
+from zero2jax.estimate import STAGES, largest_model
 from zero2jax.estimate import estimate as estimate_bytes
 from zero2jax.plan_command import (
     UsageError,
@@ -127,6 +128,7 @@ def estimate(
     offload_optimizer: bool = False,
     offload_params: bool = False,
     devices_per_host: int = DEVICES_PER_HOST,
+    memory_gb: float | None = None,
     json: bool = False,
 ) -> None:
     """Print what the formulas of the ZeRO paper give for stages 0 to 3, and DeepSpeed's beside them.
@@ -142,24 +144,36 @@ def estimate(
         offload_optimizer: Masters and optimizer state live on the host.
         offload_params: Parameters live on the host, at stage 3.
         devices_per_host: For DeepSpeed's figure of a host's memory.
+        memory_gb: Print the largest model whose states fill this much, in 1e9 bytes per device, too.
         json: Print JSON.
     """
+    sizes: dict[str, Any] = {
+        "param_bytes": param_bytes,
+        "grad_bytes": grad_bytes,
+        "master_bytes": master_bytes,
+        "optimizer_bytes": optimizer_bytes,
+        "model_shards": model_shards,
+    }
     try:
         found = estimate_bytes(
             params,
             shards,
-            param_bytes=param_bytes,
-            grad_bytes=grad_bytes,
-            master_bytes=master_bytes,
-            optimizer_bytes=optimizer_bytes,
-            model_shards=model_shards,
             offload_optimizer=offload_optimizer,
             offload_params=offload_params,
             devices_per_host=devices_per_host,
+            **sizes,
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
-    print(json_text.dumps(found.as_dict(), indent=2) if json else found)
+    largest = []
+    if memory_gb is not None:
+        largest = [largest_model(1e9 * memory_gb, shards, stage, **sizes) for stage in STAGES]
+    if json:
+        print(json_text.dumps(found.as_dict() | ({"largest_model": largest} if largest else {}), indent=2))
+    else:
+        print(found)
+        for stage, num_params in enumerate(largest):
+            print(f"states of {num_params / 1e9:.4g}e9 parameters fill {memory_gb:g} GB at stage {stage}")
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {"check": check, "estimate": estimate, "info": info, "plan": plan}

@@ -200,8 +200,8 @@ def largest_model(
     """The number of parameters whose model states fill `memory_bytes` of each device, by the paper's formula.
 
     Example:
-      >>> largest_model(32e9, 64, 2) / 1e9  # the paper's Table 2 says 14.4
-      14.422535211267606
+      >>> round(largest_model(32e9, 64, 2) / 1e9, 1)  # as in the paper's Table 2
+      14.4
     """
     one = estimate(
         1,

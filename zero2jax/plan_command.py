@@ -6,6 +6,7 @@ devices as the axes need for target `cpu`.
 
 import difflib
 import importlib
+import importlib.util
 import inspect
 import json
 import math
@@ -123,6 +124,8 @@ def run_plan(
     png: str | None,
 ) -> None:
     """Plan one program, and print the report; the picture goes to `png`."""
+    if png is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--png needs matplotlib, which is not installed: pip install 'zero2jax[plan]'.")
     program = call_program(function)
     try:
         prepared = prepare_plan(program.for_config(config), config, settings)

@@ -87,9 +87,9 @@ class SearchReport:
         frontier, cheapest = self.frontier, self.cheapest
         for c in self.candidates:
             values = [str(c.varied.get(name, "")) for name in names]
-            mark = "=>" if c is cheapest else " *" if c in frontier else ""
+            mark = ("=>" if c is cheapest else "") + ("*" if c in frontier else "")
             rows.append((mark, *values, *_cells(c)))
-        lines = aligned(rows, right=range(1, len(rows[0]) - 1))
+        lines = aligned(rows, right=range(len(rows[0]) - 1))
         lines.append("* no other setting needs less memory, less communication and less arithmetic")
         if cheapest is None:
             lines.append("nothing fits: more devices, a smaller batch, or a larger card")
