@@ -406,12 +406,9 @@ def traced(name, mode):
     return count_primitives(jaxpr)
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        *((name, mode) for name in ("scan", "scan_of_checkpoint", "cast_before_scan") for mode in MODES),
-        ("nested_scan", "regathered"),
-    ],
+    "name", ["scan", "scan_of_checkpoint", "checkpoint_of_scan", "nested_scan", "cast_before_scan"]
 )
 def test_a_scanned_stack_is_gathered_and_reduced_layer_by_layer(name, mode):
     found = traced(name, mode)

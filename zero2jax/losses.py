@@ -4,7 +4,8 @@
 mean over the examples it was given. Two names in a dict `aux` have a meaning:
 
   "weight"  a scalar: the loss is a mean over that weight (the number of tokens that count, say). The step's loss and
-            gradient are then the exact weighted mean over all devices and microbatches.
+            gradient are then the exact weighted mean over all devices and microbatches. Where a slice may have no
+            weight at all, divide by `jnp.maximum(weight, 1)`: a loss of 0/0 has no gradient on any device.
   "frozen"  new values for frozen leaves of the parameters (batch statistics): a tree whose leaf paths are paths of
             frozen leaves. The step stores their mean over devices and microbatches; integers, their maximum.
 

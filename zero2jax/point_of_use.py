@@ -12,6 +12,7 @@ So in a scanned model each layer's gradient leaves the backward loop as a shard,
 exists. Two modes:
 
   held (stage 2)      a parameter appears once per scope and before a `jax.checkpoint`, whose saved input it becomes
+                      (a stack that is scanned over inside is gathered before and appears inside, layer by layer)
   regather (stage 3)  it appears inside the `jax.checkpoint`, whose backward pass gathers it again; outside of one,
                       each operation that uses it is wrapped in a `jax.checkpoint` of its own
 
@@ -255,10 +256,32 @@ def _recomputing(
 
 def _checkpoint(eqn: Any, operands: list[Any], mode: Mode) -> Sequence[jax.Array]:
     options = jaxprs.checkpoint_options(eqn)
-    if not mode.regather:  # held: it appears now and is saved, unless it is whole already
-        operands = [_force(x, mode) if isinstance(x, Standin) and not x.use.gathered else x for x in operands]
+    if not mode.regather:
+        depths = _depths(jaxprs.body(eqn))
+        operands = [_held(x, depth, mode) for x, depth in zip(operands, depths, strict=True)]
     inner_mode = dataclasses.replace(mode, recomputed=mode.recomputed or options["policy"] is None)
     return _recomputing(lambda *xs: _evaluate(jaxprs.body(eqn), xs, inner_mode), operands, **options)
+
+
+def _held(x: Any, depth: int, mode: Mode) -> Any:
+    """An operand of a `jax.checkpoint` that saves it: it appears now, or, if it is whole already, inside.
+
+    A stack that is scanned over inside, `depth` dims deep, becomes whole now, a layer at a time, and appears inside:
+    so its gradient is still reduced layer by layer.
+    """
+    if not isinstance(x, Standin) or x.use.gathered:
+        return x
+    appeared = (x.origin or x).value is not None
+    if depth == 0 or x.use.dim is None or x.use.dim < depth or appeared or not x.keeps_layers:
+        return _force(x, mode)
+    whole = _gather_by_layer(x.use, depth, x.source)
+    return x.with_arrays((whole, x.port), use=dataclasses.replace(x.use, gathered=True))
+
+
+def _gather_by_layer(use: Use, depth: int, x: jax.Array) -> jax.Array:
+    if depth == 0:
+        return gather(use, x)
+    return jax.lax.map(lambda layer: _gather_by_layer(use.layer, depth - 1, layer), x)
 
 
 def _scan(eqn: Any, operands: list[Any], mode: Mode) -> Sequence[jax.Array]:
