@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import optax
 from matplotlib.figure import Figure
 from rich.table import Table
@@ -32,23 +31,27 @@ def memory_table(memory: zero2jax.MemoryReport) -> Table:
 
 
 def bytes_by_stage(
-    loss_fn: Callable[..., Any],
+    engine: zero2jax.Engine,
     tx: optax.GradientTransformation | None,
     config: zero2jax.Config,
-    mesh: jax.sharding.Mesh,
+    param_specs: Any,
     params: Any,
     batch: Any,
-    *,
-    param_specs: Any = None,
 ) -> dict[int, dict[str, int]]:
-    """Bytes per device of the step compiled at each ZeRO stage; `params` and `batch` may be shapes, nothing runs."""
+    """Bytes per device of the step compiled at each ZeRO stage, as `engine` was built but for the stage.
+
+    `params` and `batch` may be shapes: nothing is allocated or run.
+    """
     found = {}
     for stage in (0, 1, 2, 3):
-        zero = dataclasses.replace(config.zero_optimization, stage=stage)
-        at_stage = dataclasses.replace(config, zero_optimization=zero)
-        engine = zero2jax.initialize(loss_fn, tx, at_stage, mesh, param_specs=param_specs)
-        engine.abstract_state(params)
-        memory = engine.lower(batch).compile().memory_analysis()
+        if stage == engine.stage:
+            other = engine
+        else:
+            zero = dataclasses.replace(config.zero_optimization, stage=stage)
+            changed = dataclasses.replace(config, zero_optimization=zero)
+            other = zero2jax.initialize(engine.loss_fn, tx, changed, engine.mesh, param_specs=param_specs)
+            other.abstract_state(params)
+        memory = other.lower(batch).compile().memory_analysis()
         found[stage] = {REST: memory.argument_size_in_bytes, STEP: memory.temp_size_in_bytes}
     return found
 

