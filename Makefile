@@ -16,7 +16,7 @@ demo: $(VENV)/.example
 	$(BIN)/python examples/gpt/train.py --devices 8 --out $(OUT)
 
 test: $(VENV)/.$(EXTRAS)
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 tests
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --doctest-modules zero2jax tests
 
 lint: $(VENV)/.$(EXTRAS)
 	$(BIN)/ruff check .
