@@ -114,6 +114,8 @@ def walk(
 
 
 class _Walk:
+    """Builds buffers, events and classes when made; `result` then reads live ranges off them."""
+
     def __init__(
         self,
         module: Module,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from zero2jax.config import Source, load_config
+from zero2jax.config import Source, read_config
 from zero2jax.plan_report import PlanReport
 from zero2jax.planner import PlanSettings, Program, compile_plan, lower_plan, prepare_plan
 from zero2jax.tables import aligned, readable_bytes
@@ -121,7 +121,7 @@ def search_plans(
 
     Settings that the configuration or the batch does not allow are listed with the reason, not compiled.
     """
-    base = load_config(_DEFAULT_CONFIG if config is None else config)
+    base = read_config(_DEFAULT_CONFIG if config is None else config)
     combinations = [dict(zip(vary, values, strict=True)) for values in itertools.product(*vary.values())]
     found: list[Candidate | Future[PlanReport]] = []
     done = itertools.count(1)
