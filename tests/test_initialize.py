@@ -103,4 +103,6 @@ def test_a_step_with_bf16_and_a_gradient_that_is_not_finite_is_skipped():
 
 def test_one_device_warns_that_nothing_is_saved():
     with pytest.warns(zero2jax.ConfigWarning, match="on one device saves nothing"):
-        zero2jax.initialize(loss_fn, optax.sgd(0.1), {"zero_optimization": {"stage": 2}}, zero2jax.make_mesh(data=1))
+        zero2jax.initialize(
+            loss_fn, optax.sgd(0.1), {"zero_optimization": {"stage": 2}}, zero2jax.make_mesh(data=1)
+        )

@@ -15,18 +15,19 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # the CUDA compiler is asked for by name below
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import optax  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-from jax.sharding import NamedSharding  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
+import jax
+import jax.numpy as jnp
+import optax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-import zero2jax  # noqa: E402
-from zero2jax.hlo import KINDS, collectives  # noqa: E402
+import zero2jax
+from zero2jax.hlo import KINDS, collectives
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 import programs  # noqa: E402
+
 from examples.gpt.model import PRESETS, make_loss  # noqa: E402
 
 GIB = 2**30
@@ -41,7 +42,9 @@ def report(name: str, lowered: jax.stages.Lowered, param_bytes: int) -> None:
     m = compiled.memory_analysis()
     rest, temp = m.argument_size_in_bytes / GIB, m.temp_size_in_bytes / GIB
     total = rest + temp + (m.output_size_in_bytes - m.alias_size_in_bytes) / GIB
-    print(f"{name:34} at rest {rest:6.2f}  temporary {temp:6.2f}  total {total:6.2f} GiB  compiled in {seconds:.0f} s")
+    print(
+        f"{name:34} at rest {rest:6.2f}  temporary {temp:6.2f}  total {total:6.2f} GiB  compiled in {seconds:.0f} s"
+    )
     found = collectives(compiled.as_text())
     parts = []
     for kind in KINDS:
@@ -69,8 +72,12 @@ def main() -> None:
     shapes = jax.eval_shape(init_fn, jax.random.key(0))
     num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
     rows = 2 * 8 * args.microbatches  # 2 sequences x 8 devices x microbatches
-    batch = jax.ShapeDtypeStruct((rows, config.context + 1), jnp.int32, sharding=NamedSharding(mesh, P("data")))
-    print(f"jax {jax.__version__}, {num_params / 1e9:.2f}e9 parameters, {rows} x {config.context} tokens, 8 x H200")
+    batch = jax.ShapeDtypeStruct(
+        (rows, config.context + 1), jnp.int32, sharding=NamedSharding(mesh, P("data"))
+    )
+    print(
+        f"jax {jax.__version__}, {num_params / 1e9:.2f}e9 parameters, {rows} x {config.context} tokens, 8 x H200"
+    )
 
     plan = zero2jax.make_shard_plan(shapes, 8, layer_dims=jax.tree.map(lambda x: int(x.ndim > 2), shapes))
     specs = plan.map(lambda leaf: leaf.spec())

@@ -49,12 +49,12 @@ def constrained_step(
     return step
 
 
-def state_shapes(
-    shapes: PyTree, tx: optax.GradientTransformation, mesh: Mesh, specs: PyTree
-) -> PyTree:
+def state_shapes(shapes: PyTree, tx: optax.GradientTransformation, mesh: Mesh, specs: PyTree) -> PyTree:
     """Shapes of (fp32 params, opt_state) with each parameter, and each leaf of its shape, placed by `specs`."""
     masters = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=NamedSharding(mesh, s)), shapes, specs
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=NamedSharding(mesh, s)),
+        shapes,
+        specs,
     )
     by_shape = {x.shape: x.sharding for x in jax.tree.leaves(masters)}
     place = lambda x: jax.ShapeDtypeStruct(

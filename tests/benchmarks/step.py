@@ -26,6 +26,7 @@ import zero2jax  # noqa: E402
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 import programs  # noqa: E402
+
 from examples.gpt.model import GPTConfig, make_loss  # noqa: E402
 
 PRESETS = {
@@ -39,7 +40,9 @@ def build(config: GPTConfig, batch_size: int) -> tuple[dict, dict]:
     init_fn, loss_fn = make_loss(config)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     mesh = zero2jax.make_mesh(data=8)
-    tokens = jax.random.randint(jax.random.key(1), (batch_size, config.context + 1), 0, config.vocab, jnp.int32)
+    tokens = jax.random.randint(
+        jax.random.key(1), (batch_size, config.context + 1), 0, config.vocab, jnp.int32
+    )
     batch = jax.device_put(tokens, NamedSharding(mesh, P("data")))
     shapes = jax.eval_shape(init_fn, jax.random.key(0))
     runs, lowers = {}, {}
@@ -47,7 +50,9 @@ def build(config: GPTConfig, batch_size: int) -> tuple[dict, dict]:
     def add(name: str, make_step, specs) -> None:
         shapes_of_state = programs.state_shapes(shapes, tx, mesh, specs)
         places = jax.tree.map(lambda x: x.sharding, shapes_of_state)
-        make = lambda: jax.jit(make_step(), donate_argnums=0, out_shardings=(places, NamedSharding(mesh, P())))
+        make = lambda: jax.jit(
+            make_step(), donate_argnums=0, out_shardings=(places, NamedSharding(mesh, P()))
+        )
         state = [jax.jit(lambda k: (p := init_fn(k), tx.init(p)), out_shardings=places)(jax.random.key(0))]
         step = make()
 
@@ -62,9 +67,7 @@ def build(config: GPTConfig, batch_size: int) -> tuple[dict, dict]:
     add("plain data parallel", lambda: programs.plain_step(loss_fn, tx, jnp.float32), whole)
     plan = zero2jax.make_shard_plan(shapes, 8, layer_dims=1)
     specs = plan.map(lambda leaf: leaf.spec())
-    add(
-        "compiler decides", lambda: programs.constrained_step(loss_fn, tx, jnp.float32, mesh, specs), specs
-    )
+    add("compiler decides", lambda: programs.constrained_step(loss_fn, tx, jnp.float32, mesh, specs), specs)
     for stage in (1, 2, 3):
         make_engine = lambda stage=stage: zero2jax.Engine(
             loss_fn, tx, mesh, stage=stage, precision=zero2jax.Precision(jnp.float32)
@@ -95,9 +98,7 @@ def medians(functions: dict, rounds: int) -> dict[str, tuple[float, float, float
             times[name].append(time.perf_counter() - start)
     first, second, *_ = (t[1:] for t in times.values())  # the first round warms up
     ratio = lambda a, b: statistics.median(x / y for x, y in zip(a[1:], b, strict=True))
-    return {
-        name: (statistics.median(t[1:]), ratio(t, first), ratio(t, second)) for name, t in times.items()
-    }
+    return {name: (statistics.median(t[1:]), ratio(t, first), ratio(t, second)) for name, t in times.items()}
 
 
 def main() -> None:
