@@ -179,5 +179,7 @@ def test_module_runs_without_starting_a_backend(ds_config):
     command = [sys.executable, "-m", "zero2jax", "check", ds_config, "--devices", "8"]
     environment = {"JAX_PLATFORMS": "nonsense", "PATH": "", "PYTHONWARNINGS": "error"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    # Where CUDA packages are installed and no GPU is, importing jax 0.10 itself logs lines about the driver.
+    said = [line for line in done.stderr.splitlines() if "cudart_stub" not in line and "absl::" not in line]
+    assert (done.returncode, said) == (0, [])
     assert "32 examples = 4 per device" in done.stdout

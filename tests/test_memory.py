@@ -71,3 +71,30 @@ def test_the_report_prints_and_becomes_json():
     as_dict = report.as_dict()
     assert as_dict["by_class"]["master"]["measured_bytes"] == PARAM_BYTES // N
     assert (as_dict["stage"], as_dict["num_shards"]) == (2, N)
+
+
+def test_leaves_on_another_mesh_axis_count_as_their_model_shard():
+    params = {"up": jnp.ones((L, D, 2 * D)) / D, "down": jnp.ones((L, 2 * D, D)) / D}
+    P = jax.sharding.PartitionSpec
+    specs = {"up": P(None, None, "model"), "down": P(None, "model", None)}
+
+    def loss(params, x):
+        block = jax.checkpoint(lambda x, p: (x + jnp.tanh(x @ p["up"]) @ p["down"], None))
+        return (jax.lax.scan(block, x, params)[0] ** 2).mean()
+
+    engine = zero2jax.Engine(
+        loss,
+        optax.adam(1e-2),
+        zero2jax.make_mesh(data=4, model=2),
+        precision=zero2jax.Precision(jnp.float32),
+        param_specs=specs,
+        layer_dims=1,
+    )
+    report = engine.memory(engine.init(params), np.ones((8, D), np.float32))
+    whole = (
+        4 * 2 * L * D * 2 * D // 2
+    )  # half of each parameter belongs to this device's part of the model axis
+    assert report["master"].measured_bytes == report["master"].formula_bytes == whole // 4
+    assert report["parameters in the step"].measured_bytes == whole
+    assert report["parameters in the step"].formula_bytes == whole
+    assert 0 <= report["gradients"].measured_bytes - whole // 4 <= SCALARS

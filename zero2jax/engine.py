@@ -233,7 +233,9 @@ class Engine:
         program = self._program(self.layout)
         shapes = (self.layout.abstract_state(self.mesh), abstract_batch(batch, self.mesh, self.axis_name))
         gradients = jax.jit(program.gradients).lower(*shapes).compile()
-        return measure_memory(state, self.lower(batch).compile(), gradients, self.layout, program.settings)
+        return measure_memory(
+            state, self.lower(batch).compile(), gradients, self.layout, program.settings, self.mesh
+        )
 
     def _settled(self, result: Any) -> Any:
         """`result`, waited for on simulated devices: there, programs that do not depend on each other and run at the

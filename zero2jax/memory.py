@@ -12,6 +12,8 @@ arXiv:1910.02054, section 5):
     1       4 P / N    c P                      g P
     2       4 P / N    c P                      g P / N
     3       4 P / N    those of one layer       g P / N
+
+A leaf that other mesh axes cut into M parts counts as P / M.
 """
 
 import dataclasses
@@ -19,12 +21,13 @@ import math
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from zero2jax.gradients import GradientSettings
-from zero2jax.hlo import Collective, collectives
+from zero2jax.hlo import Collective, axis_names, collectives
 from zero2jax.pytrees import PyTree
-from zero2jax.shard_plan import LeafPlan, ShardPlan
+from zero2jax.shard_plan import LeafPlan
 from zero2jax.state import Layout, TrainState
 
 
@@ -100,32 +103,40 @@ def live_bytes(tree: PyTree) -> int:
 
 
 def measure_memory(
-    state: TrainState, step: Compiled, gradients: Compiled, layout: Layout, settings: GradientSettings
+    state: TrainState,
+    step: Compiled,
+    gradients: Compiled,
+    layout: Layout,
+    settings: GradientSettings,
+    mesh: Mesh,
 ) -> MemoryReport:
     """The report of a state, its compiled step, and the compiled gradient computation of that step."""
-    found = collectives(step.as_text() or "")
+    found = [
+        c
+        for c in collectives(step.as_text() or "")
+        if settings.axis_name in axis_names(c.groups, mesh.shape)  # the other axes move activations
+    ]
+    size = lambda leaf: math.prod(leaf.shape) // leaf.num_model_shards(mesh)
+    rest_bytes = lambda plan: sum(size(leaf) * int(leaf.dtype.itemsize) for leaf in plan.leaves)
     shards = layout.params.num_shards if settings.stage else 1
     of = lambda sharded: f" / {shards}" if sharded and shards > 1 else ""
     scattered = settings.stage >= 2
-    whole_grads = sum(
-        settings.gradient_dtype(i).itemsize * math.prod(leaf.shape) for i, leaf in _trained(layout)
-    )
+    whole_grads = sum(settings.gradient_dtype(i).itemsize * size(leaf) for i, leaf in _trained(layout))
     whole_params = sum(
-        settings.compute_dtype(i).itemsize * math.prod(leaf.shape)
-        for i, leaf in enumerate(layout.params.leaves)
+        settings.compute_dtype(i).itemsize * size(leaf) for i, leaf in enumerate(layout.params.leaves)
     )
     rows = (
         MemoryRow(
             "master",
             live_bytes(state.params),
-            _true_bytes(layout.params) // shards,
+            rest_bytes(layout.params) // shards,
             "parameters at rest" + of(True),
             "live buffers",
         ),
         MemoryRow(
             "optimizer state",
             live_bytes(state.opt_state),
-            _true_bytes(layout.opt_state) // shards,
+            rest_bytes(layout.opt_state) // shards,
             "state of the optimizer" + of(True),
             "live buffers",
         ),
@@ -163,10 +174,6 @@ def _analysis(compiled: Compiled) -> Any:
 
 def _trained(layout: Layout) -> list[tuple[int, LeafPlan]]:
     return [(i, leaf) for i, leaf in enumerate(layout.params.leaves) if layout.trainable[i]]
-
-
-def _true_bytes(plan: ShardPlan) -> int:
-    return sum(math.prod(leaf.shape) * int(leaf.dtype.itemsize) for leaf in plan.leaves)
 
 
 def _reduced_bytes(found: list[Collective], settings: GradientSettings) -> int:

@@ -56,10 +56,11 @@ def set_up_jax(target: str, axes: Mapping[str, int]) -> None:
     """Keep jax on the CPU for targets that are not here; before anything else uses jax."""
     if target == "local":
         return
-    if jax.config.jax_platforms != "cpu":
+    if jax.config.jax_platforms != "cpu":  # type: ignore[attr-defined]
         jax.config.update("jax_platforms", "cpu")
     num_devices = math.prod(axes.values())
-    if target == "cpu" and (jax.config.jax_num_cpu_devices or 0) < num_devices:
+    simulated = jax.config.jax_num_cpu_devices or 0  # type: ignore[attr-defined]
+    if target == "cpu" and simulated < num_devices:
         jax.config.update("jax_num_cpu_devices", num_devices)
 
 

@@ -67,6 +67,10 @@ class LeafPlan:
         whole = math.prod(self.rest_shape) * int(self.dtype.itemsize)
         return whole if self.dim is None else whole // self.num_shards
 
+    def num_model_shards(self, mesh: Mesh) -> int:
+        """Into how many parts the mesh axes of `model_spec` cut the leaf."""
+        return math.prod(mesh.shape[n] for entry in self.model_spec for n in _axis_names(entry))
+
     @property
     def padding_bytes(self) -> int:
         """Bytes of padding in the global array."""
@@ -258,7 +262,7 @@ def check_model_axes(plan: ShardPlan, mesh: Mesh) -> None:
     """Raise a ValueError for model specs that name an unknown axis or a dim that does not divide."""
     for leaf in plan.leaves:
         for size, entry in zip(leaf.shape, leaf.model_spec, strict=True):
-            names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+            names = _axis_names(entry)
             unknown = [n for n in names if n not in mesh.shape]
             if unknown:
                 raise ValueError(
@@ -332,6 +336,10 @@ def _longest_suffix(name: str, by_path: Mapping[str, LeafPlan]) -> LeafPlan | No
 
 def _dtype(dtype: Any) -> Any:
     return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
+
+
+def _axis_names(entry: Any) -> tuple[str, ...]:
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def _trimmed(entries: Sequence[Any]) -> P:
