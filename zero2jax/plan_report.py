@@ -7,7 +7,7 @@ from typing import Any
 
 from zero2jax.audit import Audit, CollectiveRow
 from zero2jax.liveness import CLASSES, Lifetimes
-from zero2jax.schedule import Overlap, Timeline
+from zero2jax.overlap import Overlap, Timeline
 from zero2jax.tables import aligned, readable_bytes
 from zero2jax.targets import Target
 

@@ -26,9 +26,9 @@ from zero2jax.hlo import Collective
 from zero2jax.initialize import initialize
 from zero2jax.liveness import GRADIENTS, MASTER, OPTIMIZER, OTHER, PARAMETERS, walk
 from zero2jax.losses import LossFn
+from zero2jax.overlap import Rates, simulate
 from zero2jax.plan_report import PlanReport, class_rows
 from zero2jax.pytrees import PyTree
-from zero2jax.schedule import Rates, simulate
 from zero2jax.shard_plan import LeafPlan
 from zero2jax.tables import readable_bytes
 from zero2jax.targets import DEVICES_PER_HOST, MEMORY_FRACTION, Target, get_target, target_mesh

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from zero2jax import hlo
-from zero2jax.schedule import Rates, simulate
+from zero2jax.overlap import Rates, simulate
 
 # 2 * 8 * 8 * 8 = 1024 operations per product; 8 devices, so 7/8 of a value of 512 bytes = 448 bytes on the wire
 HEAD = "HloModule m, is_scheduled=true\n\n"
