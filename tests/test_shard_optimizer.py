@@ -63,6 +63,20 @@ def test_updates_equal_the_unsharded_ones_and_the_state_stays_in_shards(name, st
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_parameters_fresh_from_an_init_function_need_not_be_placed(stage):
+    tx = zero2jax.shard_optimizer(optax.adamw(1e-2), zero2jax.make_mesh(data=8), stage=stage)
+    plain = optax.adamw(1e-2)
+    params, expected = make_params(), make_params()
+    state, plain_state = tx.init(params), plain.init(expected)
+    step, plain_step = jax.jit(train_step(tx)), jax.jit(train_step(plain))
+    for batch in make_batches(2):
+        params, state, _ = step(params, state, batch)
+        expected, plain_state, _ = plain_step(expected, plain_state, batch)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
 def test_state_is_sharded_from_init_on_and_its_bytes_are_the_plan_s():
     mesh = zero2jax.make_mesh(data=8)
     params = {"w": jnp.ones((16, 24)), "odd": jnp.ones((9, 5))}

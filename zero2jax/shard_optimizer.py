@@ -6,7 +6,8 @@ turns their all-reduce into a reduce-scatter, updates in shards, and returns the
 shards (stage 3, for parameters that rest in shards). 12/N bytes per parameter with Adam, less the master if the
 parameters stay whole. ZeRO, arXiv:1910.02054, section 5.1.
 
-Limits. The whole gradient exists for a moment: only `zero2jax.initialize` reduces it where backward makes it. XLA's
+Limits. Put the parameters on the mesh first, or give the step output shardings: parameters that are nowhere yet rest
+where the compiler puts them. The whole gradient exists for a moment: only `zero2jax.initialize` reduces it where backward makes it. XLA's
 CPU backend leaves the all-reduce and slices it; its GPU backend makes the reduce-scatter, but for a leaf that does not
 divide by N.
 """
@@ -89,24 +90,26 @@ def shard_optimizer(
         )
         return build(params)
 
+    def rest_spec(leaf: LeafPlan) -> P:
+        """Where a parameter rests between steps, and so its update."""
+        return leaf.spec(axis_name) if stage == 3 and leaf.rest_shape == leaf.shape else P(*leaf.model_spec)
+
     def update(
         grads: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
         plan, state_plan = plans(grads if params is None else params)
-        place = lambda tree: plan.map(lambda leaf, x: _shard(leaf, x, mesh, axis_name), tree)
-        shards = None if params is None else place(params)
+        shard = lambda tree: plan.map(lambda leaf, x: _place(x, mesh, leaf.spec(axis_name)), tree)
+        at_rest = lambda tree: plan.map(lambda leaf, x: _place(x, mesh, rest_spec(leaf)), tree)
+        # Parameters that are nowhere yet (fresh from an init function) would otherwise rest where the compiler likes.
+        shards = None if params is None else shard(at_rest(params))
         updates, state = inner.update(
-            place(grads), padding.cut(state, state_plan, mesh), shards, **extra_args
+            shard(grads), padding.cut(state, state_plan, mesh), shards, **extra_args
         )
-        updates = place(updates) if stage == 3 else plan.map(lambda leaf, x: _gather(leaf, x, mesh), updates)
+        updates = at_rest(updates)
         return updates, padding.pad(state, state_plan, mesh)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _shard(leaf: LeafPlan, x: jax.Array, mesh: Mesh, axis_name: str) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, leaf.spec(axis_name)))
-
-
-def _gather(leaf: LeafPlan, x: jax.Array, mesh: Mesh) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*leaf.model_spec)))
+def _place(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
