@@ -7,9 +7,9 @@ shards (stage 3, for parameters that rest in shards). 12/N bytes per parameter w
 parameters stay whole. ZeRO, arXiv:1910.02054, section 5.1.
 
 Limits. Put the parameters on the mesh first, or give the step output shardings: parameters that are nowhere yet rest
-where the compiler puts them. The whole gradient exists for a moment: only `zero2jax.initialize` reduces it where backward makes it. XLA's
-CPU backend leaves the all-reduce and slices it; its GPU backend makes the reduce-scatter, but for a leaf that does not
-divide by N.
+where the compiler puts them. The whole gradient exists for a moment: only `zero2jax.initialize` reduces it where
+backward makes it. XLA's CPU backend leaves the all-reduce and slices it; its GPU backend makes the reduce-scatter, but
+for a leaf that does not divide by N.
 """
 
 from typing import Any
