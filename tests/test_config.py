@@ -543,3 +543,11 @@ def test_random_dicts_give_a_config_or_a_config_error(raw):
 def test_random_text_gives_a_config_or_a_config_error(text):
     with contextlib.suppress(ConfigError):
         read_config(text)
+
+
+def test_a_misspelt_top_level_key_is_told_along_with_the_errors():
+    with pytest.raises(ConfigError) as caught:
+        load_config({"train_batchsize": 8, "optimizer": {"type": "Adam", "params": {"beta": 1}}})
+    assert [error.split(" = ")[0].split(":")[0] for error in caught.value.errors] == ["optimizer.params.beta"]
+    assert any("train_batchsize" in note for note in caught.value.notes)
+    assert "noticed: train_batchsize" in str(caught.value)

@@ -85,7 +85,7 @@ def read_config(source: Source) -> Config:
     if not report.errors:
         check_rules(config, report)
     if report.errors:
-        raise ConfigError(doing, report.errors)
+        raise ConfigError(doing, report.errors, report.notes)
     return dataclasses.replace(config, notes=tuple(report.notes))
 
 

@@ -18,13 +18,15 @@ REQUIRED: Any = dataclasses.MISSING
 
 
 class ConfigError(ValueError):
-    """A configuration cannot be used; `errors` holds every reason found, one line each."""
+    """A configuration cannot be used; `errors` holds every reason found, `notes` what else was noticed, a line each."""
 
-    def __init__(self, doing: str, errors: Iterable[str]):
+    def __init__(self, doing: str, errors: Iterable[str], notes: Iterable[str] = ()):
         self.doing = doing
         self.errors = tuple(errors)
+        self.notes = tuple(notes)
         count = "1 error" if len(self.errors) == 1 else f"{len(self.errors)} errors"
-        super().__init__("\n".join([f"{doing}: {count}", *(f"  - {error}" for error in self.errors)]))
+        lines = [f"  - {error}" for error in self.errors] + [f"  - noticed: {note}" for note in self.notes]
+        super().__init__("\n".join([f"{doing}: {count}", *lines]))
 
 
 class ConfigWarning(UserWarning):
