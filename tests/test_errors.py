@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import zero2jax
+from zero2jax import losses
 
 
 @pytest.fixture(scope="module")
@@ -221,3 +222,19 @@ def test_a_state_of_another_type_is_refused():
     engine.init(make_params())
     with pytest.raises(TypeError, match=r"found dict, expected the TrainState that engine\.init"):
         engine.step({"params": make_params()}, make_batch())
+
+
+def test_a_state_of_other_shapes_is_refused():
+    engine = make_engine(2)
+    state = engine.init(make_params())
+    engine.init({**make_params(), "norm": jnp.ones(9)})
+    with pytest.raises(
+        ValueError, match=r"leaf 'norm' is float32\[6\] and this engine keeps it as float32\[10\]"
+    ):
+        engine.step(state, make_batch())
+
+
+def test_a_key_that_is_not_the_third_positional_argument_is_refused():
+    for loss in (lambda p, b, *, rng=None: 0.0, lambda p, b, extra, key: 0.0):
+        with pytest.raises(ValueError, match="is not the third positional one"):
+            losses.takes_rng(loss)

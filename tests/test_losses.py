@@ -5,7 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from helpers import make_engine
 
 from zero2jax import losses
 
@@ -22,7 +24,7 @@ SIGNATURES = [
     (lambda params, batch, rng=None: 0, True),
     (lambda params, batch, key=None: 0, True),
     (lambda params, batch, training=True: 0, False),
-    (lambda params, batch, *, rng=None: 0, False),
+    (functools.partial(lambda params, batch, *, rng: 0, rng=7), False),  # set by its author
     (lambda params, batch, *rest: 0, False),
     (CallableLoss(), True),
     (jax.jit(lambda params, batch, rng: 0), True),
@@ -96,3 +98,28 @@ def test_low_precision_losses_are_added_in_fp32():
     found = losses.normalized(lambda p, b: (p, {"x": p}))(jnp.bfloat16(1), None, None)
     assert found.loss.dtype == found.weight.dtype == jnp.float32
     assert losses.weighted(found).aux["x"].dtype == jnp.float32
+
+
+def test_a_batch_without_any_weight_has_zero_means_and_leaves_the_parameters():
+    def loss(params, batch):
+        weight = batch.sum()
+        return params["w"].sum() * weight / jnp.maximum(weight, 1), {
+            "weight": weight,
+            "ratio": weight / weight,
+        }
+
+    engine = make_engine(4, loss_fn=loss, tx=optax.sgd(1.0))
+    state, metrics = engine.step(engine.init({"w": np.ones(8, np.float32)}), np.zeros(8, np.float32))
+    assert float(metrics["loss"]) == float(metrics["aux"]["ratio"]) == float(metrics["weight"]) == 0
+    np.testing.assert_array_equal(engine.params(state)["w"], 1)
+    assert float(engine.evaluate(state, np.zeros(8, np.float32))[0]) == 0
+
+
+def test_small_integers_in_aux_do_not_wrap():
+    loss = lambda params, batch: (
+        params["w"].sum(),
+        {"n": jnp.int8(100), "u": jnp.uint8(200), "b": batch[0] > 0},
+    )
+    engine = make_engine(4, loss_fn=loss)
+    _, metrics = engine.step(engine.init({"w": np.ones(8, np.float32)}), np.ones(8, np.float32))
+    assert {name: int(x) for name, x in metrics["aux"].items()} == {"n": 400, "u": 800, "b": 4}

@@ -77,6 +77,18 @@ def test_parameters_fresh_from_an_init_function_need_not_be_placed(stage):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_update_alone_takes_fresh_arrays_eagerly_and_jitted(stage):
+    tx = zero2jax.shard_optimizer(optax.adam(1e-2), zero2jax.make_mesh(data=8), stage=stage)
+    params = {"w": np.ones((6, 5), np.float32), "v": np.ones((8, 3), np.float32)}
+    expected, _ = optax.adam(1e-2).update(params, optax.adam(1e-2).init(params))
+    for update in (tx.update, jax.jit(tx.update)):
+        updates, state = update(params, tx.init(params), params)
+        for name in params:
+            np.testing.assert_allclose(updates[name], expected[name], rtol=1e-6)
+        assert describe(state) == describe(tx.init(params))
+
+
 def test_state_is_sharded_from_init_on_and_its_bytes_are_the_plan_s():
     mesh = zero2jax.make_mesh(data=8)
     params = {"w": jnp.ones((16, 24)), "odd": jnp.ones((9, 5))}

@@ -141,3 +141,42 @@ def test_results_without_an_update_are_waited_for_on_simulated_devices():
     losses = [engine.evaluate(state, batch) for _ in range(3)]
     assert all(loss.is_ready() for loss in losses)
     assert all(x.is_ready() for x in jax.tree.leaves(engine.params(state)))
+
+
+def test_init_again_with_the_same_shapes_keeps_the_compiled_step():
+    engine = make_engine(2)
+    batch = {k: np.zeros(8, np.int32) for k in ("x", "y")}
+    engine.step(engine.init(make_params()), batch)
+    step = engine._jitted_step()
+    engine.step(engine.init(make_params()), batch)
+    assert engine._jitted_step() is step
+    assert step._cache_size() == 1
+
+
+def test_evaluate_takes_unhashable_and_equal_losses():
+    class Scaled:
+        def __init__(self, scale):
+            self.scale = scale
+
+        def __eq__(self, other):  # equal, unhashable, and not the same
+            return isinstance(other, Scaled)
+
+        def __call__(self, params, batch):
+            return self.scale * params["scale"] * batch["x"].astype(jnp.float32).mean()
+
+    engine = make_engine(2)
+    state = engine.init(make_params())
+    batch = {k: np.ones(8, np.int32) for k in ("x", "y")}
+    first, second = (float(engine.evaluate(state, batch, loss_fn=Scaled(s))) for s in (1.0, 2.0))
+    assert second == pytest.approx(2 * first)
+    for scale in range(20):
+        engine.evaluate(state, batch, loss_fn=Scaled(float(scale)))
+    assert len(engine._evaluations) <= 8
+
+
+def test_a_step_runs_under_debug_nans():
+    engine = make_engine(2)
+    state = engine.init(make_params())
+    with jax.debug_nans(True):
+        _, metrics = engine.step(state, {k: np.ones(8, np.int32) for k in ("x", "y")})
+    assert np.isnan(metrics["learning_rate"])

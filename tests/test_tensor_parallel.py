@@ -110,3 +110,22 @@ def test_collectives_over_data_move_this_devices_model_shard_only(stage):
         in_loops = [c for c in found if c.kind == "all-gather" and c.loops]
         assert sum(c.total_bytes for c in in_loops) == 2 * stacks
     assert not [c for c in found if c.kind in ("all-to-all", "collective-permute")]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_slice_along_the_model_axis_gathers_first(stage):
+    params = {"w": np.linspace(-1, 1, 48, dtype=np.float32).reshape(8, 6)}
+    x = np.linspace(-2, 1, 144, dtype=np.float32).reshape(24, 6)
+    sliced = lambda p, b: ((b @ p["w"][:3].T) ** 2).mean()
+    engine = zero2jax.Engine(
+        sliced,
+        optax.sgd(0.1),
+        zero2jax.make_mesh(data=2, model=4),
+        stage=stage,
+        precision=FP32,
+        param_specs={"w": P("model", None)},
+    )
+    state, metrics = engine.step(engine.init(params), x)
+    expected, grads = jax.value_and_grad(sliced)(params, x)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
+    np.testing.assert_allclose(engine.params(state)["w"], params["w"] - 0.1 * grads["w"], atol=1e-6)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -32,6 +33,8 @@ from zero2jax.state import (
 )
 from zero2jax.step import Metrics, StepProgram, check_state
 
+_MAX_EVALUATIONS = 8  # loss functions whose evaluation stays compiled
+
 
 class Engine:
     """Trains `loss_fn` with state sharded over the data axis of `mesh`, as ZeRO stage 0, 1, 2 or 3.
@@ -47,7 +50,7 @@ class Engine:
       batch_size: if given, every batch must have this many examples over all devices.
       precision: dtypes; bf16 compute on fp32 masters by default.
       clip_norm: clip gradients to this global norm before `tx`; None for no clipping.
-      reduction: "mean" over the devices, or "sum" of each device's mean; the reported loss is the mean.
+      reduction: "mean" over the devices, or "sum": N times that; the reported loss is the mean.
       skip_nonfinite: leave parameters and optimizer state as they are, with `applied` False in the metrics, when the
         gradient norm is not finite.
       trainable: tree of booleans or predicate `(path, leaf) -> bool`; what is not trainable gets neither gradient
@@ -113,7 +116,8 @@ class Engine:
         self._gather_once = gather == "once" or (gather == "auto" and stage == 2 and num_microbatches > 1)
         self._compiler_options = compiler_options
         self._layout: Layout | None = None
-        self._jitted: dict[Any, Any] = {}
+        self._jitted: dict[str, Any] = {}
+        self._evaluations: dict[int, tuple[LossFn, Any]] = {}  # by identity: a loss may be unhashable
 
     @property
     def layout(self) -> Layout:
@@ -146,9 +150,11 @@ class Engine:
             )
         elif layer_dims is None:
             layer_dims = guess_layer_dims(shapes)
-        self._layout = self._make_layout(shapes, layer_dims)
-        self._jitted = {}
-        return self._layout.abstract_state(self.mesh)
+        layout = self._make_layout(shapes, layer_dims)
+        if layout != self._layout:
+            self._layout, self._jitted = layout, {}
+            self._evaluations.clear()
+        return layout.abstract_state(self.mesh)
 
     def init(
         self, params: PyTree | Callable[..., PyTree], *args: Any, batch: PyTree | None = None
@@ -195,7 +201,12 @@ class Engine:
         check_state(state, self.layout)
         check_batch(batch, self.num_shards, self.num_microbatches, self.batch_size)
         placed = place_batch(batch, self.mesh, self.axis_name)
-        return self._jitted_step()(state, placed, extra_args)  # type: ignore[no-any-return]
+        state, metrics = self._jitted_step()(state, placed, extra_args)
+        if (
+            metrics["learning_rate"] is None
+        ):  # said here: inside the step, jax_debug_nans would stumble over it
+            metrics["learning_rate"] = np.float32(np.nan)
+        return state, metrics
 
     def evaluate(self, state: TrainState, batch: PyTree, *, loss_fn: LossFn | None = None) -> Any:
         """The mean loss over a global batch, without an update; `(loss, aux)` if the loss function returns that.
@@ -205,12 +216,8 @@ class Engine:
         """
         check_state(state, self.layout)
         check_batch(batch, self.num_shards, 1)
-        fun = loss_fn or self.loss_fn
-        key = ("evaluate", fun)
-        if key not in self._jitted:
-            program = self._program(self.layout, fun)
-            self._jitted[key] = jax.jit(program.evaluate, out_shardings=replicated(self.mesh))
-        means = self._settled(self._jitted[key](state, place_batch(batch, self.mesh, self.axis_name)))
+        evaluate = self._jitted_evaluate(loss_fn or self.loss_fn)
+        means = self._settled(evaluate(state, place_batch(batch, self.mesh, self.axis_name)))
         return means.loss if means.aux is None else (means.loss, means.aux)
 
     def params(self, state: TrainState) -> PyTree:
@@ -236,6 +243,15 @@ class Engine:
         return measure_memory(
             state, self.lower(batch).compile(), gradients, self.layout, program.settings, self.mesh
         )
+
+    def _jitted_evaluate(self, loss_fn: LossFn) -> Any:
+        if id(loss_fn) not in self._evaluations:
+            while len(self._evaluations) >= _MAX_EVALUATIONS:
+                self._evaluations.pop(next(iter(self._evaluations)))
+            program = self._program(self.layout, loss_fn)
+            jitted = jax.jit(program.evaluate, out_shardings=replicated(self.mesh))
+            self._evaluations[id(loss_fn)] = loss_fn, jitted
+        return self._evaluations[id(loss_fn)][1]
 
     def _settled(self, result: Any) -> Any:
         """`result`, waited for on simulated devices: there, programs that do not depend on each other and run at the

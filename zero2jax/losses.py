@@ -9,7 +9,8 @@ mean over the examples it was given. Two names in a dict `aux` have a meaning:
   "frozen"  new values for frozen leaves of the parameters (batch statistics): a tree whose leaf paths are paths of
             frozen leaves. The step stores their mean over devices and microbatches; integers, their maximum.
 
-Everything else in `aux` is reported: floating leaves as (weighted) means, integers and booleans as sums.
+Everything else in `aux` is reported: floating leaves as (weighted) means, integers and booleans as sums of at least 32
+bits.
 """
 
 import inspect
@@ -65,12 +66,23 @@ def takes_rng(loss_fn: LossFn) -> bool:
     """Whether a loss function wants a random key as its third argument.
 
     True if it has a third positional parameter without a default, or one called `rng` or `key`.
+
+    Raises:
+      ValueError: a parameter called `rng` or `key` stands elsewhere.
     """
     try:
         parameters = list(inspect.signature(loss_fn).parameters.values())
     except (TypeError, ValueError):  # a callable without a signature
         return False
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    unset = (None, inspect.Parameter.empty)  # what functools.partial has set is meant
+    named = [p for p in parameters if p.name in ("rng", "key") and any(p.default is u for u in unset)]
+    misplaced = [p.name for p in named if p not in positional[2:3]]
+    if misplaced:
+        raise ValueError(
+            f"reading the loss function's parameters: {misplaced[0]!r} is not the third positional one, where a "
+            f"random key is passed in. Write loss_fn(params, batch, rng)."
+        )
     if len(positional) < 3:
         return False
     return positional[2].default is inspect.Parameter.empty or positional[2].name in ("rng", "key")
@@ -122,11 +134,12 @@ def weighted(terms: LossTerms) -> LossTerms:
     """The addends of one microbatch: what is summed over microbatches and devices by `total` and `mean`."""
 
     def scaled(x: jax.Array) -> jax.Array:
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            return x.astype(jnp.float32) * terms.weight
-        return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+            return jnp.where(terms.weight == 0, jnp.zeros_like(wide), wide * terms.weight)
+        return x.astype(jnp.promote_types(x.dtype, jnp.int32)) if x.dtype.itemsize < 4 else x
 
-    return terms._replace(loss=terms.loss * terms.weight, aux=jax.tree.map(scaled, terms.aux))
+    return terms._replace(loss=scaled(terms.loss), aux=jax.tree.map(scaled, terms.aux))
 
 
 def over_microbatches(stacked: LossTerms) -> LossTerms:
@@ -152,12 +165,13 @@ def over_devices(terms: LossTerms, axis_name: str) -> LossTerms:
 
 
 def mean(totals: LossTerms) -> LossTerms:
-    """Totals divided by the total weight (integers stay sums)."""
+    """Totals divided by the total weight; integers stay sums, and without any weight every mean is 0."""
+    weight = jnp.where(totals.weight == 0, 1, totals.weight)
 
     def divided(x: jax.Array) -> jax.Array:
-        return x / totals.weight if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return x / weight if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
-    return totals._replace(loss=totals.loss / totals.weight, aux=jax.tree.map(divided, totals.aux))
+    return totals._replace(loss=totals.loss / weight, aux=jax.tree.map(divided, totals.aux))
 
 
 def _mean_or_max(x: jax.Array, mean: Callable[[jax.Array], jax.Array]) -> jax.Array:

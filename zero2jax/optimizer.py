@@ -41,12 +41,12 @@ _MULTI_STEPS = (
 )
 
 
-def learning_rate(opt_state: PyTree) -> jax.Array:
-    """The learning rate that the optimizer's state shows (`optax.inject_hyperparams`), float32 scalar; NaN if none.
+def learning_rate(opt_state: PyTree) -> jax.Array | None:
+    """The learning rate that the optimizer's state shows (`optax.inject_hyperparams`), float32 scalar; None if none.
 
     Where several are shown (one per group), the first.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
         if path_string(path).endswith("hyperparams/learning_rate"):
             return jnp.asarray(leaf, jnp.float32)
-    return jnp.float32(jnp.nan)
+    return None

@@ -327,6 +327,10 @@ def _pick_layers(eqn: Any, x: Standin, indices: Sequence[Any], mode: Mode) -> li
     if dim is None or not x.keeps_layers or (mode.holds and appeared):
         return None
     shape, params, placement = tuple(eqn.invars[0].aval.shape), eqn.params, x.use.placement
+    if eqn.primitive.name in ("slice", "dynamic_slice"):
+        cut = [old != new for old, new in zip(shape, eqn.outvars[0].aval.shape, strict=True)]
+        if any(c and entry is not None for c, entry in zip(cut, placement, strict=False)):
+            return None  # a dim that another mesh axis holds would not divide any more
     new_dim = dim
     match eqn.primitive.name:
         case "squeeze" if dim not in params["dimensions"]:
@@ -345,7 +349,7 @@ def _pick_layers(eqn: Any, x: Standin, indices: Sequence[Any], mode: Mode) -> li
             changes = [lambda a: jax.lax.slice(a, start, _put(limit, dim, a.shape[dim]), strides)]
         case "dynamic_slice" if params["slice_sizes"][dim] == shape[dim] and _same_everywhere(indices):
             sizes = params["slice_sizes"]
-            start = _put(indices, dim, 0)
+            start = _put(indices, dim, jnp.zeros_like(indices[dim]))
             changes = [lambda a: jax.lax.dynamic_slice(a, start, _put(sizes, dim, a.shape[dim]))]
         case "reshape":
             leading = _reshaped_leading(shape, params["new_sizes"], dim)

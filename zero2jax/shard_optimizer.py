@@ -94,19 +94,27 @@ def shard_optimizer(
         """Where a parameter rests between steps, and so its update."""
         return leaf.spec(axis_name) if stage == 3 and leaf.rest_shape == leaf.shape else P(*leaf.model_spec)
 
-    def update(
-        grads: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, PyTree]:
+    def apply(grads: PyTree, state: PyTree, params: PyTree | None, extra_args: dict[str, Any]) -> Any:
         plan, state_plan = plans(grads if params is None else params)
         shard = lambda tree: plan.map(lambda leaf, x: _place(x, mesh, leaf.spec(axis_name)), tree)
         at_rest = lambda tree: plan.map(lambda leaf, x: _place(x, mesh, rest_spec(leaf)), tree)
+        # Whole first where a leaf does not divide: a fresh array may come to rest as constrained, but not uneven.
+        whole = lambda leaf, x: x if leaf.rest_shape == leaf.shape else _place(x, mesh, P(*leaf.model_spec))
         # Parameters that are nowhere yet (fresh from an init function) would otherwise rest where the compiler likes.
         shards = None if params is None else shard(at_rest(params))
         updates, state = inner.update(
-            shard(grads), padding.cut(state, state_plan, mesh), shards, **extra_args
+            shard(plan.map(whole, grads)), padding.cut(state, state_plan, mesh), shards, **extra_args
         )
-        updates = at_rest(updates)
-        return updates, padding.pad(state, state_plan, mesh)
+        return at_rest(updates), padding.pad(state, state_plan, mesh)
+
+    def update(
+        grads: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((grads, state, params))):
+            return apply(grads, state, params, extra_args)
+        return jax.jit(lambda grads, state, params: apply(grads, state, params, extra_args))(
+            grads, state, params
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -93,7 +93,7 @@ class StepProgram:
             "loss": means.loss,
             "grad_norm": grad_norm,
             "grad_norm_clipped": clipped_norm,
-            "learning_rate": learning_rate(opt_state),
+            "learning_rate": learning_rate(opt_state),  # None where the state shows none
             "applied": applied,
             "weight": totals.weight,
             "aux": means.aux,
@@ -208,3 +208,11 @@ def check_state(state: TrainState, layout: Layout) -> None:
         )
     check_same_structure(layout.params.tree, state.params, "the parameters", "`state.params`")
     check_same_structure(layout.opt_state.tree, state.opt_state, "the optimizer state", "`state.opt_state`")
+    for plan, tree in ((layout.params, state.params), (layout.opt_state, state.opt_state)):
+        for leaf, x in zip(plan.leaves, jax.tree.leaves(tree), strict=True):
+            if (x.shape, x.dtype) != (leaf.rest_shape, leaf.dtype):
+                raise ValueError(
+                    f"reading the state: leaf {leaf.path!r} is {x.dtype}{list(x.shape)} and this engine keeps it as "
+                    f"{leaf.dtype}{list(leaf.rest_shape)}. The state belongs to an engine of other parameters or "
+                    f"another mesh or stage: take the one that this engine's init returned."
+                )
