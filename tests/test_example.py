@@ -1,5 +1,6 @@
 """The GPT example: its model, its data, and short runs of its programs."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -68,6 +69,21 @@ def test_scanned_layers_equal_layers_in_a_python_loop(tokens):
         value, expected, rtol=1e-5
     )  # a few fp32 roundings: the programs fuse differently
     assert_trees_close(grads, expected_grads, rtol=1e-4, atol=1e-5)
+
+
+def test_what_layers_save_changes_their_memory_and_no_gradient(tokens):
+    found, temporary = {}, {}
+    for saved in ("nothing_saveable", "dots_saveable", "everything_saveable"):
+        init_fn, loss_fn = model.make_loss(dataclasses.replace(CONFIG, saved=saved))
+        params = jax.jit(init_fn)(jax.random.key(0))
+        compiled = jax.jit(jax.grad(loss_fn)).lower(params, tokens).compile()
+        found[saved], temporary[saved] = (
+            compiled(params, tokens),
+            compiled.memory_analysis().temp_size_in_bytes,
+        )
+    assert temporary["nothing_saveable"] < temporary["dots_saveable"] < temporary["everything_saveable"]
+    for grads in found.values():
+        assert_trees_close(grads, found["nothing_saveable"], rtol=1e-5, atol=1e-6)
 
 
 def test_bf16_parameters_mean_bf16_matrix_products(tokens):

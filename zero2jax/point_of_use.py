@@ -259,7 +259,8 @@ def _checkpoint(eqn: Any, operands: list[Any], mode: Mode) -> Sequence[jax.Array
     if not mode.regather:
         depths = _depths(jaxprs.body(eqn))
         operands = [_held(x, depth, mode) for x, depth in zip(operands, depths, strict=True)]
-    inner_mode = dataclasses.replace(mode, recomputed=mode.recomputed or options["policy"] is None)
+    saves_nothing = options["policy"] in (None, jax.checkpoint_policies.nothing_saveable)
+    inner_mode = dataclasses.replace(mode, recomputed=mode.recomputed or saves_nothing)
     return _recomputing(lambda *xs: _evaluate(jaxprs.body(eqn), xs, inner_mode), operands, **options)
 
 

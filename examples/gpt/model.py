@@ -28,6 +28,8 @@ class GPTConfig:
     num_heads: int
     context: int
     vocab: int
+    saved: str = "nothing_saveable"
+    """What a layer saves for backward, the rest is recomputed: a name in `jax.checkpoint_policies`."""
 
 
 PRESETS = {
@@ -76,6 +78,7 @@ class GPT(nnx.Module):
         self.embed = nnx.Param(init(rngs.params(), (config.vocab, config.hidden)))
         self.position = nnx.Param(init(rngs.params(), (config.context, config.hidden)))
         self.norm = make_norm(config.hidden, rngs)
+        self.saved = config.saved
 
         @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap
@@ -86,7 +89,7 @@ class GPT(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        @nnx.remat
+        @nnx.remat(policy=getattr(jax.checkpoint_policies, self.saved))
         def layer(x: jax.Array, block: Block) -> jax.Array:
             return block(x)
 

@@ -13,7 +13,7 @@ from model import PRESETS, make_loss
 import zero2jax
 
 
-def program(preset: str = "6.7b", batch_size: int = 16, **changes: int) -> zero2jax.Program:
+def program(preset: str = "6.7b", batch_size: int = 16, **changes: int | str) -> zero2jax.Program:
     """A preset of `model.py`, with fields of its `GPTConfig` replaced: `num_layers=40, hidden=5120, num_heads=40`."""
     config = PRESETS[preset].__class__(**{**PRESETS[preset].__dict__, **changes})
     init_fn, loss_fn = make_loss(config)
