@@ -25,11 +25,11 @@ def program(preset: str = "6.7b", batch_size: int = 16, **changes: int | str) ->
     )
 
 
-def program_13b() -> zero2jax.Program:
+def program_13b(batch_size: int = 16, **changes: int | str) -> zero2jax.Program:
     """GPT-3 13B: 40 layers of 5120, 40 heads."""
-    return program(num_layers=40, hidden=5120, num_heads=40)
+    return program("6.7b", batch_size, **{"num_layers": 40, "hidden": 5120, "num_heads": 40, **changes})
 
 
-def tiny() -> zero2jax.Program:
+def tiny(batch_size: int = 16, **changes: int | str) -> zero2jax.Program:
     """The preset that `train.py` trains on a CPU."""
-    return program("tiny")
+    return program("tiny", batch_size, **changes)
