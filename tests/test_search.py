@@ -84,9 +84,10 @@ def test_arguments_of_the_program_can_be_varied():
 
 def test_command(capsys):
     command = ["plan", "test_plan:program", "--axes", "data=8", "--target", "local", "--search", "--json"]
-    assert main([*command, "--vary", f"{STAGE}=2", f"{MICROBATCHES}=1,2"]) == 0
-    rows = json.loads(capsys.readouterr().out)["candidates"]
-    assert [row["varied"][MICROBATCHES] for row in rows] == [1, 2]
+    for repeated in ([], ["--vary"]):  # once with two values, or twice
+        assert main([*command, "--vary", f"{STAGE}=2", *repeated, f"{MICROBATCHES}=1,2"]) == 0
+        rows = json.loads(capsys.readouterr().out)["candidates"]
+        assert [(row["varied"][STAGE], row["varied"][MICROBATCHES]) for row in rows] == [(2, 1), (2, 2)]
     assert main([*command, "--vary", "program.nothing=1"]) == 2
     assert "has no argument of that name" in capsys.readouterr().err.replace("\n", " ")
     assert main([*command, "--vary", "zero_optimization.stages=1"]) == 0  # refused, and said so

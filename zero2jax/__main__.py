@@ -76,7 +76,7 @@ def plan(
     json: bool = False,
     png: str | None = None,
     search: bool = False,
-    vary: tuple[str, ...] = (),
+    vary: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = (),
     devices_per_host: int = DEVICES_PER_HOST,
     memory_fraction: float = MEMORY_FRACTION,
     in_node_gb_per_s: float | None = None,
@@ -102,7 +102,7 @@ def plan(
         raise UsageError("--vary is for --search: add --search, or set the keys in the configuration.")
     if png is not None and search:
         raise UsageError("--png draws one plan: leave out --search, and draw the setting that you choose.")
-    sizes, varied = parse_axes(axes), parse_vary(vary)
+    sizes, varied = parse_axes(axes), parse_vary([item for items in vary for item in items])
     in_node, across = (None if x is None else 1e9 * x for x in (in_node_gb_per_s, across_gb_per_s))
     try:
         chosen = get_target(target).with_rates(in_node, across)
