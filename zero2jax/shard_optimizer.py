@@ -90,14 +90,12 @@ def shard_optimizer(
         )
         return build(params)
 
-    def rest_spec(leaf: LeafPlan) -> P:
-        """Where a parameter rests between steps, and so its update."""
-        return leaf.spec(axis_name) if stage == 3 and leaf.rest_shape == leaf.shape else P(*leaf.model_spec)
-
     def apply(grads: PyTree, state: PyTree, params: PyTree | None, extra_args: dict[str, Any]) -> Any:
         plan, state_plan = plans(grads if params is None else params)
         shard = lambda tree: plan.map(lambda leaf, x: _place(x, mesh, leaf.spec(axis_name)), tree)
-        at_rest = lambda tree: plan.map(lambda leaf, x: _place(x, mesh, rest_spec(leaf)), tree)
+        at_rest = lambda tree: plan.map(
+            lambda leaf, x: _place(x, mesh, _rest_spec(leaf, stage, axis_name)), tree
+        )
         # Whole first where a leaf does not divide: a fresh array may come to rest as constrained, but not uneven.
         whole = lambda leaf, x: x if leaf.rest_shape == leaf.shape else _place(x, mesh, P(*leaf.model_spec))
         # Parameters that are nowhere yet (fresh from an init function) would otherwise rest where the compiler likes.
@@ -117,6 +115,11 @@ def shard_optimizer(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _rest_spec(leaf: LeafPlan, stage: int, axis_name: str) -> P:
+    """Where a parameter rests between steps, and so its update."""
+    return leaf.spec(axis_name) if stage == 3 and leaf.rest_shape == leaf.shape else P(*leaf.model_spec)
 
 
 def _place(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
