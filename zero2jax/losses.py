@@ -131,7 +131,7 @@ def _scalar(x: Any, name: str, *, integers: bool = False) -> jax.Array:
 
 
 def weighted(terms: LossTerms) -> LossTerms:
-    """The addends of one microbatch: what is summed over microbatches and devices by `over_microbatches` and `over_devices`."""
+    """The addends of one microbatch, which `over_microbatches` and `over_devices` sum up."""
 
     def scaled(x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.inexact):
