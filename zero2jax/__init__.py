@@ -9,6 +9,7 @@ from zero2jax.config import (
     load_config,
     resolve_auto,
 )
+from zero2jax.distributed import Startup, expect_same, init_distributed
 from zero2jax.engine import Engine
 from zero2jax.estimate import Estimate, estimate
 from zero2jax.initialize import initialize
@@ -17,6 +18,7 @@ from zero2jax.mesh import make_mesh
 from zero2jax.plan_report import PlanReport
 from zero2jax.planner import Program, plan
 from zero2jax.precision import Precision
+from zero2jax.roll_call import StartError
 from zero2jax.shard_optimizer import shard_optimizer
 from zero2jax.shard_plan import LeafPlan, ShardPlan, make_shard_plan
 from zero2jax.state import TrainState
@@ -34,11 +36,15 @@ __all__ = [
     "Precision",
     "Program",
     "ShardPlan",
+    "StartError",
+    "Startup",
     "TrainState",
     "add_config_arguments",
     "assert_collectives",
     "audit",
     "estimate",
+    "expect_same",
+    "init_distributed",
     "initialize",
     "live_bytes",
     "load_config",

@@ -15,6 +15,7 @@ from zero2jax.config import ConfigError, read_config
 from zero2jax.environment import environment_report, print_environment
 from zero2jax.estimate import STAGES, largest_model
 from zero2jax.estimate import estimate as estimate_bytes
+from zero2jax.launch_command import launch, split_script
 from zero2jax.plan_command import (
     UsageError,
     load_function,
@@ -176,23 +177,32 @@ def estimate(
             print(f"states of {num_params / 1e9:.4g}e9 parameters fill {memory_gb:g} GB at stage {stage}")
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {"check": check, "estimate": estimate, "info": info, "plan": plan}
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "check": check,
+    "estimate": estimate,
+    "info": info,
+    "launch": launch,
+    "plan": plan,
+}
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code; usage errors leave through `SystemExit(2)`."""
+    words = list(sys.argv[1:] if args is None else args)
+    if words[:1] == ["launch"]:
+        words[1:] = split_script(words[1:], launch)
     try:
-        tyro.extras.subcommand_cli_from_dict(
+        code = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="zero2jax",
             description="ZeRO for JAX.",
-            args=args,
+            args=words,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
     except (ConfigError, UsageError) as error:
         print(error, file=sys.stderr)
         return _USAGE_ERROR
-    return 0
+    return code if isinstance(code, int) else 0
 
 
 if __name__ == "__main__":

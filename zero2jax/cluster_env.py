@@ -1,0 +1,300 @@
+"""Where a process learns of the others: arguments, or the variables that launchers and schedulers set. Pure functions.
+
+`find_settings` reads a mapping such as `os.environ` and starts nothing. The first of these that is there counts:
+
+1. arguments (all three);
+2. `zero2jax launch`, or torchrun: they start the processes themselves, inside of whatever a scheduler started;
+3. Open MPI, Slurm, MPICH and Intel MPI;
+4. `WORLD_SIZE` and `RANK`, as DeepSpeed and Kubernetes operators for PyTorch set them;
+5. an indexed Kubernetes job, whose size only the cluster's API knows;
+6. nothing: a single process.
+
+The coordinator's address is `JAX_COORDINATOR_ADDRESS`, else `MASTER_ADDR:MASTER_PORT`, else what the scheduler tells:
+for Slurm the first host of the step and a port made from the job's number, as JAX makes it; under Open MPI 4 and
+Kubernetes JAX finds it (`coordinator_address` is None here).
+"""
+
+import importlib.util
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+RESTARTS = "ZERO2JAX_RESTARTS"  # set by `zero2jax launch`: how often it has started the processes anew
+_DEFAULT_PORT = 29500  # torchrun's and DeepSpeed's
+_SINGLE = "single process"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a process knows of the others before it talks to them.
+
+    `source` says where from, for people. `num_processes` is None where only JAX can find it (Kubernetes), as is
+    `coordinator_address`, "host:port". `local_device_ids` None means all devices that are visible; `num_hosts` is
+    None if nothing tells.
+    """
+
+    source: str
+    process_index: int = 0
+    num_processes: int | None = 1
+    coordinator_address: str | None = None
+    local_device_ids: tuple[int, ...] | None = None
+    num_hosts: int | None = None
+    distributed: bool = True
+
+
+@dataclass(frozen=True)
+class _Family:
+    """The variables of one launcher: number of processes, this process's index, and both on this host alone."""
+
+    source: str
+    count: str
+    index: str
+    local_index: str
+    local_counts: tuple[str, ...] = ()
+    num_hosts: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+    def is_set(self, env: Mapping[str, str]) -> bool:
+        return all(name in env for name in (self.count, self.index, *self.needs))
+
+
+_LAUNCH = _Family("zero2jax launch", "WORLD_SIZE", "RANK", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",), (), (RESTARTS,))
+_TORCHRUN = _Family(
+    "torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",), (), ("TORCHELASTIC_RUN_ID",)
+)
+_OPEN_MPI = _Family(
+    "Open MPI",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+)
+_SLURM = _Family(
+    "Slurm",
+    "SLURM_NTASKS",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    (),
+    ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+    ("SLURM_JOB_ID", "SLURM_STEP_NODELIST"),
+)
+_PMI = _Family("MPI", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",))
+_VARIABLES = _Family(
+    "WORLD_SIZE and RANK", "WORLD_SIZE", "RANK", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+)
+_SCHEDULERS = (_OPEN_MPI, _SLURM, _PMI)
+
+
+def find_settings(
+    env: Mapping[str, str],
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    local_device_ids: tuple[int, ...] | None = None,
+) -> Settings:
+    """What arguments and variables say, checked for what would otherwise hang.
+
+    Raises:
+      ValueError: some arguments are missing; variables are no numbers, contradict each other, or name an index that
+        is not below the count; a loopback address with several hosts; a proxy between a process and the coordinator;
+        no address.
+    """
+    arguments = (coordinator_address, num_processes, process_id)
+    if any(x is not None for x in arguments):
+        names = ("coordinator_address", "num_processes", "process_id")
+        missing = [name for name, x in zip(names, arguments, strict=True) if x is None]
+        if missing:
+            raise ValueError(
+                f"starting processes by arguments: {' and '.join(missing)} not given. Pass all of {', '.join(names)}, "
+                f"or none of them to have them read from the environment."
+            )
+        settings = Settings("arguments", process_id or 0, num_processes, coordinator_address)
+    else:
+        settings = _from_environment(env)
+    if local_device_ids is not None:
+        settings = replace(settings, local_device_ids=local_device_ids)
+    _check(settings, env)
+    return settings
+
+
+def _from_environment(env: Mapping[str, str]) -> Settings:
+    for family in (_LAUNCH, _TORCHRUN):
+        if family.is_set(env):
+            return _from_family(family, env)
+    found = [family for family in _SCHEDULERS if family.is_set(env)]
+    if found and _VARIABLES.is_set(env):
+        _check_agreement(found[0], env)
+    # A shell inside of a one-task step is no reason not to believe variables that say more.
+    family = next((f for f in found if _number(env, f.count) > 1 or not _VARIABLES.is_set(env)), _VARIABLES)
+    if family.is_set(env):
+        return _from_family(family, env)
+    if _is_kubernetes_job(env):
+        index = _number(env, "JOB_COMPLETION_INDEX")
+        return Settings("Kubernetes", index, None, _address(None, env))
+    return Settings(_SINGLE, distributed=False)
+
+
+def _from_family(family: _Family, env: Mapping[str, str]) -> Settings:
+    count, index = _number(env, family.count), _number(env, family.index)
+    local_count = next((_number(env, name) for name in family.local_counts if name in env), None)
+    num_hosts = next((_number(env, name) for name in family.num_hosts if name in env), None)
+    if num_hosts is None and local_count:
+        num_hosts = -(-count // local_count)
+    elif local_count is None and num_hosts:
+        local_count = -(-count // num_hosts)
+    if not 0 <= index < count:
+        raise ValueError(
+            f"reading {family.count}={env[family.count]} and {family.index}={env[family.index]}: the index of a "
+            f"process counts from 0 and must be below the number of processes. Correct the variable that is wrong."
+        )
+    address = _address(family, env)
+    if address is None and count == 1:
+        return Settings(f"{_SINGLE} ({family.source})", distributed=False)
+    devices = _local_device_ids(family, env, local_count)
+    return Settings(family.source, index, count, address, devices, num_hosts)
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    if not re.fullmatch(r"\s*\d+\s*", env[name]):
+        raise ValueError(f"reading {name}={env[name]!r}: it must be a whole number. Correct or unset it.")
+    return int(env[name])
+
+
+def _check_agreement(family: _Family, env: Mapping[str, str]) -> None:
+    pairs = ((_VARIABLES.count, family.count), (_VARIABLES.index, family.index))
+    values = [(_number(env, ours), _number(env, theirs)) for ours, theirs in pairs]
+    if values[0][1] > 1 and any(ours != theirs for ours, theirs in values):
+        said = " and ".join(
+            f"{name}={env[name]}" for name in (_VARIABLES.count, _VARIABLES.index, family.count, family.index)
+        )
+        raise ValueError(
+            f"reading {said}: these variables and {family.source}'s contradict each other, and processes that believe "
+            f"different ones wait for each other forever. Unset WORLD_SIZE and RANK to go by {family.source}, or pass "
+            f"coordinator_address=, num_processes= and process_id=."
+        )
+
+
+def _address(family: _Family | None, env: Mapping[str, str]) -> str | None:
+    """The coordinator as "host:port", or None if JAX has to find it."""
+    if "JAX_COORDINATOR_ADDRESS" in env:
+        return env["JAX_COORDINATOR_ADDRESS"]
+    if env.get("MASTER_ADDR"):
+        port = _number(env, "MASTER_PORT") if "MASTER_PORT" in env else _DEFAULT_PORT
+        # torchrun's own store listens on MASTER_PORT for as long as the processes run.
+        taken = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and family is not _LAUNCH
+        return join_address(env["MASTER_ADDR"], port + 1 if taken else port)
+    if family is _SLURM:
+        port = 61440 + _number(env, "SLURM_JOB_ID") % 4096
+        return join_address(first_slurm_host(env["SLURM_STEP_NODELIST"]), port)
+    if family is None or _number(env, family.count) == 1:
+        return None
+    if family is _OPEN_MPI and ("OMPI_MCA_orte_hnp_uri" in env or importlib.util.find_spec("mpi4py")):
+        return None
+    raise ValueError(
+        f"starting {env[family.count]} processes by {family.source}: no coordinator. Set MASTER_ADDR (and MASTER_PORT, "
+        f"default {_DEFAULT_PORT}) to the host of process 0 for all of them"
+        + (", or install mpi4py." if family is _OPEN_MPI else ".")
+    )
+
+
+def join_address(host: str, port: int) -> str:
+    """`host:port`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """(host without brackets, port).
+
+    Raises:
+      ValueError: there is no port.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit():
+        raise ValueError(
+            f"reading the coordinator's address {address!r}: write host:port, as in node001:29500."
+        )
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def first_slurm_host(nodes: str) -> str:
+    """The first host of a Slurm list: `node001` of `node[001-004,007],login1`."""
+    prefix, number, suffix = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes).groups(  # type: ignore[union-attr]
+        default=""
+    )
+    return f"{prefix}{number}{suffix}"
+
+
+def _local_device_ids(
+    family: _Family, env: Mapping[str, str], local_count: int | None
+) -> tuple[int, ...] | None:
+    """One device per process where several share a host, unless the launcher has already divided them."""
+    divided = len(env.get("CUDA_VISIBLE_DEVICES", ",").split(",")) == 1
+    if family is _LAUNCH or divided or local_count == 1 or "JAX_LOCAL_DEVICE_IDS" in env:
+        return None
+    return (_number(env, family.local_index),) if family.local_index in env else None
+
+
+def _is_kubernetes_job(env: Mapping[str, str]) -> bool:
+    if not {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= set(env) or env.get("WORLD_SIZE") == "1":
+        return False
+    if importlib.util.find_spec("kubernetes") is None:
+        raise ValueError(
+            f"starting as pod {env['JOB_COMPLETION_INDEX']} of an indexed Kubernetes job: JAX asks the cluster for the "
+            f"others through the package `kubernetes`, which is not installed. Install jax[k8s]; or set MASTER_ADDR, "
+            f"WORLD_SIZE and RANK, as the manifest of `zero2jax launch --print k8s` does; or WORLD_SIZE=1 if each pod "
+            f"trains alone."
+        )
+    return True
+
+
+def _check(settings: Settings, env: Mapping[str, str]) -> None:
+    count = settings.num_processes
+    if count is not None and not 0 <= settings.process_index < count:
+        raise ValueError(
+            f"starting process {settings.process_index} of {count}: the index of a process counts from 0 and must be "
+            f"below the number of processes. Correct process_id or num_processes."
+        )
+    if settings.coordinator_address is None:
+        return
+    host, _ = split_address(settings.coordinator_address)
+    if is_loopback(host) and (settings.num_hosts or 1) > 1:
+        raise ValueError(
+            f"starting {count} processes on {settings.num_hosts} hosts: the coordinator's address "
+            f"{settings.coordinator_address} is a loopback address, where each host finds only itself. Give the "
+            f"address of process 0's host that the others can reach (MASTER_ADDR)."
+        )
+    proxy = grpc_proxy(host, env)
+    if proxy:
+        raise ValueError(
+            f"starting with coordinator {settings.coordinator_address}: gRPC would go to it through the proxy of "
+            f"{proxy}={env[proxy]} and fail, or hang. Run `export no_proxy=$no_proxy,{host}` first, or unset {proxy}."
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of the same host can reach it: `localhost`, 127.0.0.0/8, ::1."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def grpc_proxy(host: str, env: Mapping[str, str]) -> str | None:
+    """The variable by which gRPC would use a proxy to reach `host`, if any.
+
+    gRPC reads the lower-case names only. Entries of `no_proxy` are ends of host names, or networks as 10.0.0.0/8.
+    """
+    name = next((n for n in ("grpc_proxy", "https_proxy", "http_proxy") if env.get(n)), None)
+    excepted = env.get("no_grpc_proxy") or env.get("no_proxy") or ""
+    entries = [entry.strip().lower() for entry in excepted.split(",")]
+    return None if any(entry and _excepts(entry, host.lower()) for entry in entries) else name
+
+
+def _excepts(entry: str, host: str) -> bool:
+    if host.endswith(entry):
+        return True
+    try:
+        return ipaddress.ip_address(host) in ipaddress.ip_network(entry, strict=False)
+    except ValueError:
+        return False

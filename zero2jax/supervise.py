@@ -1,0 +1,264 @@
+"""Running several commands as one: outputs interleaved by line with a prefix, the first failure ends all, no orphans.
+
+One thread: a selector over the commands' outputs, and a look at who has ended ten times a second. Each command leads a
+session of its own, so that signals reach it from here alone and its descendants can be ended with it; on Linux the
+kernel kills it if this process dies.
+"""
+
+import collections
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+NUM_LAST_LINES = 20
+_TICK_S = 0.1
+_FAILURE_GRACE_S = 5.0  # for processes that wait for one that is gone; they have nothing left to save
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command: its name in prefixes and messages, arguments, environment, and a file for its output."""
+
+    name: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    log: Path | None = None
+    keep_stdin: bool = False  # give it a pipe that closes when this process ends
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the commands ended: the exit code for all; who failed by itself, first the cause; the cause's last lines.
+
+    `signal` is the signal that this process was sent, if any.
+    """
+
+    code: int
+    failed: tuple[str, ...] = ()
+    reason: str = ""
+    last_lines: tuple[str, ...] = ()
+    signal: int | None = None
+
+
+def run_together(
+    commands: Sequence[Command],
+    *,
+    grace_s: float = 30,
+    end_with_stdin: bool = False,
+    write: Callable[[bytes], None] | None = None,
+) -> Outcome:
+    """Run commands until all have ended, or one has failed and the others have been ended.
+
+    SIGINT and SIGTERM are passed on to all of them, which then have `grace_s` seconds to end; a second one kills them.
+    Call it from the main thread.
+
+    Args:
+      commands: what to run.
+      grace_s: seconds between a signal passed on and SIGKILL.
+      end_with_stdin: take the end of this process's standard input as SIGTERM.
+      write: where lines go; standard output by default.
+    """
+    group = _Group(commands, write or _write_stdout)
+    with group.signals_passed_on(grace_s):
+        try:
+            group.start()
+            if end_with_stdin:
+                group.watch_stdin()
+            while group.running:
+                group.tick()
+                group.end_all_after_failure()
+        finally:
+            group.kill()
+    return group.outcome()
+
+
+def _write_stdout(line: bytes) -> None:
+    sys.stdout.buffer.write(line)
+    sys.stdout.buffer.flush()
+
+
+class _Running:
+    """One command that was started."""
+
+    def __init__(self, command: Command, prefix: bytes, write: Callable[[bytes], None]):
+        self.command, self.prefix, self.write = command, prefix, write
+        self.last_lines: collections.deque[bytes] = collections.deque(maxlen=NUM_LAST_LINES)
+        self.rest = b""
+        self.log: BinaryIO | None = None
+        if command.log is not None:
+            command.log.parent.mkdir(parents=True, exist_ok=True)
+            self.log = command.log.open("wb")
+        self.process = subprocess.Popen(
+            command.arguments,
+            env=command.environment,
+            stdin=subprocess.PIPE if command.keep_stdin else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        )
+        assert self.process.stdout is not None
+        self.output = self.process.stdout
+        os.set_blocking(self.output.fileno(), False)
+
+    def read(self) -> bool:
+        """Pass on what there is to read; False at the end."""
+        try:
+            data = os.read(self.output.fileno(), 1 << 16)
+        except BlockingIOError:
+            return True
+        if self.log is not None:
+            self.log.write(data)
+            self.log.flush()
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        if not data and self.rest:
+            lines, self.rest = [self.rest], b""
+        for line in lines:
+            self.last_lines.append(line)
+            self.write(self.prefix + line + b"\n")
+        return bool(data)
+
+    def drain(self) -> None:
+        """Read what is left after the command has ended; a descendant that holds the pipe is not waited for."""
+        with contextlib.suppress(OSError):
+            while self.read():
+                if not selectors_ready(self.output):
+                    break
+        if self.rest:
+            self.last_lines.append(self.rest)
+            self.write(self.prefix + self.rest + b"\n")
+            self.rest = b""
+        if self.log is not None:
+            self.log.close()
+
+    def send(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+
+def selectors_ready(file: BinaryIO) -> bool:
+    """Whether there is something to read now, the end included."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(file, selectors.EVENT_READ)
+        return bool(selector.select(0))
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class _Group:
+    def __init__(self, commands: Sequence[Command], write: Callable[[bytes], None]):
+        self.commands, self.write = commands, write
+        self.running: list[_Running] = []
+        self.failed: list[_Running] = []
+        self.signal: int | None = None
+        self.kill_at = float("inf")
+        self.ending = False
+        self.grace_s = 0.0
+        self.selector = selectors.DefaultSelector()
+
+    def start(self) -> None:
+        width = max((len(command.name) for command in self.commands), default=0)
+        for command in self.commands:
+            prefix = f"[{command.name:>{width}}] ".encode()
+            started = _Running(command, prefix, self.write)
+            self.running.append(started)
+            self.selector.register(started.output, selectors.EVENT_READ, started)
+
+    def watch_stdin(self) -> None:
+        self.selector.register(sys.stdin.fileno(), selectors.EVENT_READ, None)
+
+    @contextlib.contextmanager
+    def signals_passed_on(self, grace_s: float) -> Iterator[None]:
+        self.grace_s = grace_s
+        before = {
+            number: signal.signal(number, lambda n, _: self.pass_on(n))
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def pass_on(self, number: int) -> None:
+        """Send a signal to all; the second one kills."""
+        if self.signal is not None:
+            self.kill_at = 0.0
+            return
+        self.signal = number
+        self.end(number, self.grace_s)
+
+    def end(self, number: int, grace_s: float) -> None:
+        self.ending = True
+        self.kill_at = min(self.kill_at, time.monotonic() + grace_s)
+        for running in self.running:
+            running.send(number)
+
+    def tick(self) -> None:
+        """Pass on output, and sort out who has ended."""
+        if not self.selector.get_map():
+            time.sleep(_TICK_S)
+        for key, _ in self.selector.select(_TICK_S):
+            if key.data is None:
+                if not os.read(sys.stdin.fileno(), 4096):
+                    self.selector.unregister(key.fileobj)
+                    self.pass_on(signal.SIGTERM)
+            elif not key.data.read():
+                self.selector.unregister(key.fileobj)
+        if time.monotonic() >= self.kill_at:
+            for running in self.running:
+                running.send(signal.SIGKILL)
+        ended = [running for running in self.running if running.process.poll() is not None]
+        # Whom JAX ends because another died aborts: of several, the one that did something else is the cause.
+        for running in sorted(ended, key=lambda r: r.process.returncode == -signal.SIGABRT):
+            self.running.remove(running)
+            self.finish(running)
+            if running.process.returncode != 0 and not self.ending:
+                self.failed.append(running)
+
+    def finish(self, running: _Running) -> None:
+        running.send(signal.SIGKILL)  # descendants that it left behind
+        if running.output in [key.fileobj for key in self.selector.get_map().values()]:
+            self.selector.unregister(running.output)
+        running.drain()
+        running.output.close()
+        if running.process.stdin is not None:
+            running.process.stdin.close()
+
+    def end_all_after_failure(self) -> None:
+        if self.failed and not self.ending:
+            self.end(signal.SIGTERM, _FAILURE_GRACE_S)
+
+    def kill(self) -> None:
+        for running in self.running:
+            running.send(signal.SIGKILL)
+            running.process.wait()
+            self.finish(running)
+        self.selector.close()
+
+    def outcome(self) -> Outcome:
+        if self.signal is not None:
+            return Outcome(128 + self.signal, signal=self.signal)
+        if not self.failed:
+            return Outcome(0)
+        cause = self.failed[0]
+        code = cause.process.returncode
+        how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+        return Outcome(
+            code if code > 0 else 128 - code,
+            tuple(running.command.name for running in self.failed),
+            how,
+            tuple(line.decode(errors="replace") for line in cause.last_lines),
+        )
