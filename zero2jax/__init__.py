@@ -1,6 +1,8 @@
 """ZeRO for JAX: optimizer state, gradients and parameters sharded over a data-parallel mesh."""
 
 from zero2jax.audit import Audit, assert_collectives, audit
+from zero2jax.batch_order import BatchOrder
+from zero2jax.batches import global_batch, local_rows
 from zero2jax.config import (
     Config,
     ConfigError,
@@ -22,9 +24,11 @@ from zero2jax.roll_call import StartError
 from zero2jax.shard_optimizer import shard_optimizer
 from zero2jax.shard_plan import LeafPlan, ShardPlan, make_shard_plan
 from zero2jax.state import TrainState
+from zero2jax.step_times import StepClock, StepTimes
 
 __all__ = [
     "Audit",
+    "BatchOrder",
     "Config",
     "ConfigError",
     "ConfigWarning",
@@ -38,16 +42,20 @@ __all__ = [
     "ShardPlan",
     "StartError",
     "Startup",
+    "StepClock",
+    "StepTimes",
     "TrainState",
     "add_config_arguments",
     "assert_collectives",
     "audit",
     "estimate",
     "expect_same",
+    "global_batch",
     "init_distributed",
     "initialize",
     "live_bytes",
     "load_config",
+    "local_rows",
     "make_mesh",
     "make_shard_plan",
     "plan",

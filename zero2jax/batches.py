@@ -1,4 +1,7 @@
-"""Batches: checked against devices and microbatches before anything is traced, and placed over the data axis."""
+"""Batches: checked against devices and microbatches before anything is traced, and placed over the data axis.
+
+Across processes a batch is one global array. `global_batch` makes it from what each process has loaded.
+"""
 
 from typing import Any
 
@@ -7,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zero2jax.mesh import DATA_AXIS, check_mesh
 from zero2jax.pytrees import PyTree, path_string, shapes_of
 
 
@@ -63,6 +67,68 @@ def place_batch(batch: PyTree, mesh: Mesh, axis_name: str) -> PyTree:
         return jax.device_put(x, sharding)
 
     return jax.tree.map(one, batch)
+
+
+def local_rows(batch_size: int, mesh: Mesh, axis_name: str = DATA_AXIS) -> np.ndarray:
+    """Which rows of a batch of `batch_size` examples the devices of this process hold, ascending.
+
+    Raises:
+      ValueError: the batch cannot be cut over the devices.
+    """
+    num_shards = check_mesh(mesh, axis_name)
+    if batch_size % num_shards or batch_size < 1:
+        nearest = max(batch_size // num_shards, 1) * num_shards
+        raise ValueError(
+            f"cutting a batch of {batch_size} examples over {num_shards} devices: {batch_size} / {num_shards} = "
+            f"{batch_size / num_shards:g}, and it must be a whole number. Use {nearest} or {nearest + num_shards} "
+            f"examples."
+        )
+    held = NamedSharding(mesh, P(axis_name)).addressable_devices_indices_map((batch_size,))
+    starts = {index[0].indices(batch_size)[:2] for index in held.values() if index is not None}
+    return np.concatenate([np.arange(start, stop) for start, stop in sorted(starts)])
+
+
+def global_batch(
+    local_batch: PyTree, mesh: Mesh, *, batch_size: int | None = None, axis_name: str = DATA_AXIS
+) -> PyTree:
+    """One global array per leaf, cut over the data axis, from the rows that each process has loaded. No communication.
+
+    Every process must pass the same number of rows. A process cannot see that another has fewer, and would wait for it
+    in the next step: give `batch_size`, and an uneven last batch is refused.
+
+    Args:
+      local_batch: pytree of arrays (rows of this process, ...); row i is row `local_rows(...)[i]` of the global batch.
+      mesh: device mesh.
+      batch_size: examples over all devices, if they are known.
+      axis_name: mesh axis to cut over.
+
+    Raises:
+      ValueError: leaves without rows or of different length; a number of rows that cannot be cut over the devices of
+        this process, or is not its part of `batch_size`.
+
+    Example:
+      >>> import zero2jax
+      >>> global_batch({"x": np.zeros((4, 3))}, zero2jax.make_mesh(data=2))["x"].shape
+      (4, 3)
+    """
+    num_shards = check_mesh(mesh, axis_name)
+    num_local = len(local_rows(num_shards, mesh, axis_name))
+    num_rows = check_batch(local_batch, num_local, 1)
+    if batch_size is not None and num_rows * num_shards != batch_size * num_local:
+        raise ValueError(
+            f"joining the rows of all processes: this one ({jax.process_index()} of {jax.process_count()}) has "
+            f"{num_rows}, and its part of a batch of {batch_size} is {batch_size} / {num_shards} devices * {num_local} "
+            f"devices here = {batch_size / num_shards * num_local:g}. Leave an uneven last batch out, or fill it up "
+            f"with examples of weight 0."
+        )
+    sharding = NamedSharding(mesh, P(axis_name))
+
+    def one(x: Any) -> jax.Array:
+        x = np.asarray(x)
+        shape = (num_rows // num_local * num_shards, *x.shape[1:])
+        return jax.make_array_from_process_local_data(sharding, x, shape)
+
+    return jax.tree.map(one, local_batch)
 
 
 def abstract_batch(batch: PyTree, mesh: Mesh, axis_name: str) -> PyTree:

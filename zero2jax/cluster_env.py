@@ -59,7 +59,9 @@ class _Family:
         return all(name in env for name in (self.count, self.index, *self.needs))
 
 
-_LAUNCH = _Family("zero2jax launch", "WORLD_SIZE", "RANK", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",), (), (RESTARTS,))
+_LAUNCH = _Family(
+    "zero2jax launch", "WORLD_SIZE", "RANK", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",), (), (RESTARTS,)
+)
 _TORCHRUN = _Family(
     "torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",), (), ("TORCHELASTIC_RUN_ID",)
 )

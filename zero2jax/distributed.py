@@ -5,6 +5,7 @@
 process. Heartbeats are JAX's: when a process dies, its coordination service ends the others.
 """
 
+import atexit
 import hashlib
 import json
 import logging
@@ -12,7 +13,8 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -20,7 +22,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from zero2jax.cluster_env import RESTARTS, Settings, find_settings, is_loopback, split_address
-from zero2jax.roll_call import Entry, StartError, call_roll, code_versions
+from zero2jax.roll_call import Entry, call_roll, code_versions
 
 _HOST_BYTES = 64
 _DIGEST_BYTES = 32
@@ -54,7 +56,8 @@ def init_distributed(
 
     Call it before anything uses a device. Without arguments the environment tells, see `zero2jax.cluster_env`:
     `zero2jax launch`, torchrun, Open MPI, Slurm, MPICH, `MASTER_ADDR` with `WORLD_SIZE` and `RANK`, Kubernetes. Process
-    0 prints one line that says which.
+    0 prints one line that says which. From then on an exception that nobody catches ends its process without waiting
+    for the others, so that the others learn of it.
 
     Args:
       coordinator_address: "host:port" of process 0; with it go the next two.
@@ -111,11 +114,36 @@ def _start(settings: Settings, initialization_timeout_s: int, heartbeat_timeout_
         heartbeat_timeout_seconds=heartbeat_timeout_s,
         coordinator_bind_address=address if local else None,
     )
+    _end_on_error()
+
+
+def _end_on_error() -> None:
+    """Let an exception that nobody catches end this process when Python ends.
+
+    JAX's own end waits for all processes, for minutes, and those may be waiting for this one in a collective.
+    """
+    codes: list[int] = []
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        codes.append(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def end() -> None:
+        if codes:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(codes[-1])
+
+    sys.excepthook = hook
+    atexit.register(end)  # after JAX's own handler was, so it runs before that one
 
 
 def _again(num_processes: int | None, process_id: int | None) -> Startup:
     here = (jax.process_count(), jax.process_index())
-    for name, asked, found in zip(("num_processes", "process_id"), (num_processes, process_id), here, strict=True):
+    for name, asked, found in zip(
+        ("num_processes", "process_id"), (num_processes, process_id), here, strict=True
+    ):
         if asked is not None and asked != found:
             raise ValueError(
                 f"starting with {name}={asked}: the processes have been started already, with {found}. A program can "
@@ -140,7 +168,7 @@ def expect_same(name: str, value: Any) -> None:
 
     Args:
       name: what it is, for the message.
-      value: anything of plain Python types, dataclasses, or with a `repr` that says all: a configuration, a seed.
+      value: plain Python types as in JSON, or whatever has a `repr` that says all: a configuration, a seed.
 
     Raises:
       ValueError: some process has another value than process 0; names those processes and their hosts, in all
@@ -148,7 +176,7 @@ def expect_same(name: str, value: Any) -> None:
     """
     if jax.process_count() == 1:
         return
-    text = json.dumps(asdict(value) if is_dataclass(value) else value, sort_keys=True, default=repr)  # type: ignore[call-overload]
+    text = json.dumps(value, sort_keys=True, default=repr)
     row = hashlib.sha256(f"{name}\0{text}".encode()).digest() + socket.gethostname().encode()[:_HOST_BYTES]
     padded = np.frombuffer(row.ljust(_DIGEST_BYTES + _HOST_BYTES, b"\0"), np.uint8)
     rows = [bytes(row) for row in np.asarray(multihost_utils.process_allgather(padded))]

@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from zero2jax.config import Config, ConfigError, ConfigWarning, Source, device_notes, load_config, not_yet
+from zero2jax.distributed import expect_same
 from zero2jax.engine import Engine
 from zero2jax.losses import LossFn
 from zero2jax.mesh import DATA_AXIS, check_mesh, make_mesh
@@ -58,6 +59,7 @@ def initialize(
     Raises:
       ConfigError: the configuration breaks a rule, asks for what the engine cannot do yet, or has no optimizer
         while `tx` is None.
+      ValueError: processes were given different configurations (named), or the mesh cannot be used.
 
     Example:
       >>> loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
@@ -75,6 +77,7 @@ def initialize(
     num_shards = check_mesh(mesh, axis_name)
     for note in device_notes(settings, num_shards):
         warnings.warn(note, ConfigWarning, stacklevel=2)
+    expect_same("the configuration and the mesh", [settings.source, dict(mesh.shape)])
     batch_size, num_microbatches = _batch(settings, num_shards, axis_name)
     return Engine(
         loss_fn,

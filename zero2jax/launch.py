@@ -66,7 +66,7 @@ class Launch:
             raise ValueError(f"launching with --max-restarts {self.max_restarts}: it must not be negative.")
         if not 0 <= self.first_process <= total - self.num_processes:
             raise ValueError(
-                f"launching processes {self.first_process} to {self.first_process + self.num_processes - 1} of {total}: "
+                f"launching {self.num_processes} processes from index {self.first_process} on, of {total} in all: "
                 f"there are not so many. Correct --first-process, --processes or --total-processes."
             )
 

@@ -66,7 +66,9 @@ def launch(
 def split_script(arguments: Sequence[str], command: Callable[..., Any]) -> list[str]:
     """`arguments` of a command with `--` before its first word that is no option, nor the value of one."""
     flags = {
-        "--" + name.replace("_", "-") for name, p in inspect.signature(command).parameters.items() if p.default is False
+        "--" + name.replace("_", "-")
+        for name, p in inspect.signature(command).parameters.items()
+        if p.default is False
     }
     i = 0
     while i < len(arguments) and arguments[i].startswith("-"):

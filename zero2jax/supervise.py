@@ -17,11 +17,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
-NUM_LAST_LINES = 20
+NUM_LAST_LINES = 30
 _TICK_S = 0.1
-_FAILURE_GRACE_S = 5.0  # for processes that wait for one that is gone; they have nothing left to save
+# For processes that wait for one that is gone: they have nothing left to save. JAX catches SIGTERM as a notice of
+# preemption, so most of them need the SIGKILL that follows.
+_FAILURE_GRACE_S = 3.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -94,7 +96,7 @@ class _Running:
         self.command, self.prefix, self.write = command, prefix, write
         self.last_lines: collections.deque[bytes] = collections.deque(maxlen=NUM_LAST_LINES)
         self.rest = b""
-        self.log: BinaryIO | None = None
+        self.log: IO[bytes] | None = None
         if command.log is not None:
             command.log.parent.mkdir(parents=True, exist_ok=True)
             self.log = command.log.open("wb")
@@ -132,7 +134,7 @@ class _Running:
         """Read what is left after the command has ended; a descendant that holds the pipe is not waited for."""
         with contextlib.suppress(OSError):
             while self.read():
-                if not selectors_ready(self.output):
+                if not _is_readable(self.output):
                     break
         if self.rest:
             self.last_lines.append(self.rest)
@@ -146,7 +148,7 @@ class _Running:
             os.killpg(self.process.pid, number)
 
 
-def selectors_ready(file: BinaryIO) -> bool:
+def _is_readable(file: IO[bytes]) -> bool:
     """Whether there is something to read now, the end included."""
     with selectors.DefaultSelector() as selector:
         selector.register(file, selectors.EVENT_READ)
