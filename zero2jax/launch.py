@@ -7,6 +7,7 @@ that continues from its checkpoint.
 """
 
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -78,8 +79,16 @@ def find_platform(env: Mapping[str, str]) -> str:
 
 
 def process_command(program: tuple[str, ...]) -> tuple[str, ...]:
-    """A Python script by this interpreter; anything else as it is."""
-    return (sys.executable, "-u", *program) if program[0].endswith(".py") else program
+    """A Python script by this interpreter; anything else as it is.
+
+    Raises:
+      ValueError: there is no such script or command.
+    """
+    is_script = program[0].endswith(".py")
+    if not (Path(program[0]).is_file() if is_script else shutil.which(program[0])):
+        kind = "script" if is_script else "command"
+        raise ValueError(f"launching {program[0]}: there is no such {kind}. Options come before the script.")
+    return (sys.executable, "-u", *program) if is_script else program
 
 
 def process_environment(
@@ -132,7 +141,7 @@ def make_commands(launch: Launch, env: Mapping[str, str]) -> list[Command]:
     """One command per process of this host.
 
     Raises:
-      ValueError: there are not enough GPUs.
+      ValueError: there are not enough GPUs, or no such script.
     """
     host, _, port = (launch.coordinator or "127.0.0.1").partition(":")
     address = host, int(port) if port else free_port()
@@ -150,7 +159,7 @@ def run_launch(launch: Launch, *, write: Callable[[bytes], None] | None = None) 
     """Run the processes, and again after a failure while restarts are left; the exit code of the one that failed.
 
     Raises:
-      ValueError: there are not enough GPUs.
+      ValueError: there are not enough GPUs, or no such script.
     """
     while True:
         outcome = run_together(

@@ -59,7 +59,7 @@ def launch(
             end_with_stdin,
         )
         return run_launch(settings)
-    except (ValueError, FileNotFoundError) as error:
+    except ValueError as error:
         raise UsageError(str(error)) from error
 
 

@@ -7,7 +7,6 @@ kernel kills it if this process dies.
 
 import collections
 import contextlib
-import ctypes
 import os
 import selectors
 import signal
@@ -24,7 +23,14 @@ _TICK_S = 0.1
 # For processes that wait for one that is gone: they have nothing left to save. JAX catches SIGTERM as a notice of
 # preemption, so most of them need the SIGKILL that follows.
 _FAILURE_GRACE_S = 3.0
-_PR_SET_PDEATHSIG = 1
+# Asks the kernel for SIGKILL when the parent dies (PR_SET_PDEATHSIG, 1), and becomes the command. A program of its own
+# and no `preexec_fn`: that one forks Python, which must not be done beside JAX's threads.
+_DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 @dataclass(frozen=True)
@@ -101,13 +107,12 @@ class _Running:
             command.log.parent.mkdir(parents=True, exist_ok=True)
             self.log = command.log.open("wb")
         self.process = subprocess.Popen(
-            command.arguments,
+            _guarded(command.arguments),
             env=command.environment,
             stdin=subprocess.PIPE if command.keep_stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )
         assert self.process.stdout is not None
         self.output = self.process.stdout
@@ -155,8 +160,10 @@ def _is_readable(file: IO[bytes]) -> bool:
         return bool(selector.select(0))
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _guarded(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    if sys.platform != "linux":
+        return arguments
+    return (sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *arguments)
 
 
 class _Group:
