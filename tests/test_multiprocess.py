@@ -1,7 +1,11 @@
 """The engine in several real processes over gloo: the same numbers in each, and for any division into processes."""
 
+import json
+
 import pytest
-from processes import launch, results, write_program
+from processes import TESTS, launch, results, write_program
+
+EXAMPLE = TESTS.parent / "examples" / "gpt" / "train.py"
 
 # Three steps of clipping and Adam on leaves that do not divide, at stage 3, which communicates in every way there is.
 STEPS = """
@@ -45,3 +49,22 @@ def test_every_process_sees_the_same_numbers(runs):
 def test_any_division_into_processes_gives_the_same_bits(runs):
     one, two, four = (runs[n][0][0]["numbers"] for n in (1, 2, 4))
     assert one == two == four
+
+
+def test_the_example_runs_under_the_launcher_and_its_first_process_writes(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 460)
+    out = tmp_path / "out"
+    arguments = ["--steps", 2, "--text", text, "--out", out]
+    done = launch(EXAMPLE, *arguments, options=["--logs", str(tmp_path / "logs")])
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert len(rows[1]["own_s"]) == 2
+    assert rows[1]["slowest_process"] == int(rows[1]["own_s"][0] < rows[1]["own_s"][1])
+    report = json.loads((out / "report.json").read_text())
+    assert report["mesh"] == {"data": 2}
+    assert report["held_out_loss"] < report["held_out_loss_before"]
+    assert "held-out loss" in (tmp_path / "logs" / "process0.log").read_text()
+    quiet = (tmp_path / "logs" / "process1.log").read_text().splitlines()
+    assert not [line for line in quiet if not line.startswith(("[Gloo]", "WARNING: All log", "I0000"))]
