@@ -55,20 +55,28 @@ class Launch:
 
     def __post_init__(self) -> None:
         total = self.num_processes if self.total_processes is None else self.total_processes
-        counts = {
-            "processes": self.num_processes,
-            "devices-per-process": self.devices_per_process or 1,
-            "total-processes": total,
-        }
-        for name, count in counts.items():
-            if count < 1:
-                raise ValueError(f"launching with --{name} {count}: it must be at least 1. Raise it.")
+        check_counts(
+            processes=self.num_processes, devices_per_process=self.devices_per_process, total_processes=total
+        )
         if self.max_restarts < 0:
             raise ValueError(f"launching with --max-restarts {self.max_restarts}: it must not be negative.")
         if not 0 <= self.first_process <= total - self.num_processes:
             raise ValueError(
                 f"launching {self.num_processes} processes from index {self.first_process} on, of {total} in all: "
                 f"there are not so many. Correct --first-process, --processes or --total-processes."
+            )
+
+
+def check_counts(**counts: int | None) -> None:
+    """Refuse numbers below 1, by the names of their options.
+
+    Raises:
+      ValueError: there is one.
+    """
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(
+                f"launching with --{name.replace('_', '-')} {count}: it must be at least 1. Raise it."
             )
 
 

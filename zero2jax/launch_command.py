@@ -2,25 +2,40 @@
 
 import inspect
 import os
+import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from zero2jax.launch import Launch, find_platform, run_launch
+from zero2jax.cluster_env import RESTARTS, is_loopback
+from zero2jax.hostfile import filter_hosts, parse_hostfile
+from zero2jax.launch import Launch, check_counts, find_platform, run_launch
+from zero2jax.launch_hosts import Hosts, divide, run_on_hosts
+from zero2jax.launch_scripts import Job, jobset_manifest, mpi_command, slurm_script
 from zero2jax.plan_command import UsageError
+
+_PRINTED = {"slurm": slurm_script, "mpi": mpi_command, "k8s": jobset_manifest}
 
 
 def launch(
     script: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCRIPT")],
     args: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ARGS")] = (),
-    processes: int = 1,
+    processes: int | None = None,
     devices_per_process: int | None = None,
     platform: Literal["cpu", "gpu"] | None = None,
     logs: Path | None = None,
     max_restarts: int = 0,
     grace_s: float = 30,
+    hostfile: Path | None = None,
+    include: str = "",
+    exclude: str = "",
+    ssh_port: int | None = None,
+    print_for: Annotated[Literal["slurm", "mpi", "k8s"] | None, tyro.conf.arg(name="print")] = None,
+    hosts: int | None = None,
+    image: str = "IMAGE",
     coordinator: str | None = None,
     first_process: int = 0,
     total_processes: int | None = None,
@@ -33,22 +48,49 @@ def launch(
     Args:
         script: A Python script, or any other command.
         args: Its arguments.
-        processes: Processes on this host.
+        processes: Processes on each host; 1, or one per slot of a hostfile.
         devices_per_process: Simulated CPU devices, or GPUs, per process.
         platform: Simulated CPU devices or GPUs; by default GPUs if there are any.
         logs: Folder for one log file per process.
-        max_restarts: After a failure start anew, so often at most, with the processes that had not failed.
+        max_restarts: After a failure start anew, so often at most, with the processes or hosts that had not failed.
         grace_s: Seconds that the processes have to end after Ctrl-C or SIGTERM.
-        coordinator: HOST:PORT of process 0, if this host is one of several.
-        first_process: Index of the first process of this host.
+        hostfile: Run on the hosts of this file through ssh; lines of the form `host slots=N`.
+        include: Hosts and slots of the hostfile to use, HOST[:SLOT,SLOT...][@HOST...].
+        exclude: Those not to use.
+        ssh_port: Port of the hosts' ssh servers.
+        print_for: Start nothing; print a Slurm script, an mpirun line or a Kubernetes JobSet.
+        hosts: For --print, how many hosts there are.
+        image: For --print k8s, the container's image.
+        coordinator: HOST or HOST:PORT of process 0; the first host of a hostfile, else this one.
+        first_process: Index of the first process of this host, where each host is given its own launch.
         total_processes: Processes on all hosts.
         end_with_stdin: End when standard input ends.
     """
     try:
+        check_counts(processes=processes, devices_per_process=devices_per_process, hosts=hosts)
+        chosen = _chosen_hosts(hostfile, include, exclude)
+        if print_for is not None:
+            per_host = len(next(iter(chosen.values()))) if chosen else 1
+            job = Job(
+                (script, *args),
+                hosts or len(chosen) or 1,
+                *divide(per_host, processes, devices_per_process),
+                platform or "gpu",
+                logs,
+                max_restarts,
+                hostfile,
+                coordinator or next(iter(chosen), None),
+                image,
+            )
+            print(_PRINTED[print_for](job), end="")
+            return 0
+        count, each = processes or 1, devices_per_process
+        if chosen:
+            count, each = divide(len(next(iter(chosen.values()))), processes, devices_per_process)
         settings = Launch(
             (script, *args),
-            processes,
-            devices_per_process,
+            count,
+            each,
             platform or find_platform(os.environ),
             logs,
             max_restarts,
@@ -57,19 +99,36 @@ def launch(
             first_process,
             total_processes,
             end_with_stdin,
+            int(os.environ.get(RESTARTS, 0)),
         )
+        if chosen and not _is_here(chosen):
+            settings = replace(settings, devices_per_process=devices_per_process)
+            return run_on_hosts(settings, chosen, processes=processes, platform=platform, ssh_port=ssh_port)
         return run_launch(settings)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
+
+
+def _chosen_hosts(hostfile: Path | None, include: str, exclude: str) -> Hosts:
+    if hostfile is not None:
+        return filter_hosts(parse_hostfile(hostfile.read_text(), str(hostfile)), include, exclude)
+    if include or exclude:
+        raise ValueError(
+            "filtering hosts by --include or --exclude: there is no --hostfile to filter. Give one."
+        )
+    return {}
+
+
+def _is_here(hosts: Hosts) -> bool:
+    """Whether the only host is this one, which needs no ssh."""
+    (host, *others) = hosts
+    return not others and (is_loopback(host) or host == socket.gethostname())
 
 
 def split_script(arguments: Sequence[str], command: Callable[..., Any]) -> list[str]:
     """`arguments` of a command with `--` before its first word that is no option, nor the value of one."""
-    flags = {
-        "--" + name.replace("_", "-")
-        for name, p in inspect.signature(command).parameters.items()
-        if p.default is False
-    }
+    parameters = inspect.signature(command).parameters
+    flags = {"--" + name.replace("_", "-") for name, p in parameters.items() if p.default is False}
     i = 0
     while i < len(arguments) and arguments[i].startswith("-"):
         if arguments[i] == "--":

@@ -41,7 +41,7 @@ class Command:
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
     log: Path | None = None
-    keep_stdin: bool = False  # give it a pipe that closes when this process ends
+    keep_stdin: bool = False  # give it a pipe whose end tells it to end, also when this process dies
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,9 @@ class _Running:
             self.log.close()
 
     def send(self, number: int) -> None:
+        if self.process.stdin is not None and number != signal.SIGKILL:
+            self.process.stdin.close()
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
@@ -248,7 +251,8 @@ class _Group:
 
     def end_all_after_failure(self) -> None:
         if self.failed and not self.ending:
-            self.end(signal.SIGTERM, _FAILURE_GRACE_S)
+            remote = any(running.process.stdin is not None for running in self.running)
+            self.end(signal.SIGTERM, self.grace_s + _FAILURE_GRACE_S if remote else _FAILURE_GRACE_S)
 
     def kill(self) -> None:
         for running in self.running:
