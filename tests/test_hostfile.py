@@ -8,6 +8,7 @@ import sys
 import pytest
 from processes import environment
 
+from zero2jax.__main__ import main
 from zero2jax.hostfile import filter_hosts, forwarded_environment, parse_hostfile, ssh_command
 from zero2jax.launch import Launch
 from zero2jax.launch_hosts import host_commands, run_on_hosts
@@ -87,8 +88,8 @@ def test_hosts_get_the_settings_of_this_one(tmp_path):
 
 def test_ssh_quotes_what_a_shell_would_take_apart(tmp_path):
     folder = tmp_path / "a b"
-    *head, remote = ssh_command("me@h", ["run", "$(x)", "it's"], {"A": "1 2;"}, folder, port=2222)
-    assert head == ["ssh", "-o", "BatchMode=yes", "-p", "2222", "me@h"]
+    *head, remote = ssh_command("me@h", ["run", "$(x)", "it's"], {"A": "1 2;"}, folder)
+    assert head == ["ssh", "-o", "BatchMode=yes", "me@h"]
     assert shlex.split(remote) == ["cd", str(folder), "&&", "exec", "env", "A=1 2;", "run", "$(x)", "it's"]
 
 
@@ -108,7 +109,7 @@ def test_each_host_launches_its_part(tmp_path):
     assert {"CUDA_VISIBLE_DEVICES=1,2,3", "NCCL_X=1", "ZERO2JAX_RESTARTS=0"} <= set(words)
     assert "--first-process 0 " in first.arguments[-1]
     assert (first.name, first.keep_stdin) == ("me@a", True)
-    (one,) = commands({"a": (0, 1, 2, 3)}, devices=2, folder=tmp_path, platform="gpu", ssh_port=22)
+    (one,) = commands({"a": (0, 1, 2, 3)}, devices=2, folder=tmp_path, platform="gpu")
     assert "--processes 2 --devices-per-process 2 --platform gpu" in one.arguments[-1]
 
 
@@ -157,7 +158,7 @@ def test_processes_of_all_hosts_are_one_program():
         launch, {"a": (0,), "b": (0, 1)}, platform="cpu", write=lambda x: lines.append(x.decode())
     )
     assert code == 0, lines
-    assert sorted(lines) == [
+    assert sorted(line for line in lines if line[4] == "[") == [  # and not what importing jax may log
         "[a] [0] a 0 3 a 29500\n",
         "[b] [1] b 1 3 a 29500\n",
         "[b] [2] b 2 3 a 29500\n",
@@ -176,3 +177,12 @@ def test_a_host_that_fails_ends_the_others_and_is_left_out_of_the_restart(capfd)
     error = capfd.readouterr().err
     assert "host b failed first (exit code 6)" in error
     assert "restart 1 of 1 on 1 host(s)" in error
+
+
+def test_a_single_host_that_is_this_one_needs_no_ssh(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "hosts").write_text("localhost slots=4\nother slots=1\n")
+    say = "import os; print(os.environ['RANK'], os.environ['CUDA_VISIBLE_DEVICES'])"
+    options = ["--hostfile", str(tmp_path / "hosts"), "--include", "localhost:1,3", "--platform", "gpu"]
+    assert main(["launch", *options, sys.executable, "-c", say]) == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[0] 0 1", "[1] 1 3"]

@@ -108,9 +108,7 @@ def forwarded_environment(env: Mapping[str, str], folders: Sequence[Path]) -> di
     return found
 
 
-def ssh_command(
-    host: str, arguments: Sequence[str], env: Mapping[str, str], folder: Path, *, port: int | None = None
-) -> tuple[str, ...]:
+def ssh_command(host: str, arguments: Sequence[str], env: Mapping[str, str], folder: Path) -> tuple[str, ...]:
     """Run `arguments` on a host, in the folder of the same name, by ssh without asking for passwords.
 
     Example:
@@ -118,6 +116,5 @@ def ssh_command(
       "cd /w && exec env 'B=1 2' python 'x y.py'"
     """
     words = ["env", *(f"{name}={value}" for name, value in sorted(env.items())), *arguments]
-    port_option = () if port is None else ("-p", str(port))
     remote = f"cd {shlex.quote(str(folder))} && exec {shlex.join(words)}"
-    return ("ssh", "-o", "BatchMode=yes", *port_option, host, remote)
+    return ("ssh", "-o", "BatchMode=yes", host, remote)

@@ -38,6 +38,7 @@ class Launch:
       total_processes: processes on all hosts; None means those here.
       end_with_stdin: end when standard input does, as under ssh.
       num_restarts: how often the program was started before.
+      slots: GPUs of this host to use; None means those that are visible.
     """
 
     program: tuple[str, ...]
@@ -52,6 +53,7 @@ class Launch:
     total_processes: int | None = None
     end_with_stdin: bool = False
     num_restarts: int = 0
+    slots: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         total = self.num_processes if self.total_processes is None else self.total_processes
@@ -123,6 +125,8 @@ def _devices(launch: Launch, local_index: int, env: Mapping[str, str]) -> dict[s
     if launch.platform == "cpu":
         return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(launch.devices_per_process or 1)}
     visible = [d for d in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if d] or _gpus()
+    if launch.slots is not None:
+        visible = [str(slot) for slot in launch.slots]
     each = launch.devices_per_process or max(1, len(visible) // launch.num_processes)
     needed = each * launch.num_processes
     if needed > len(visible):

@@ -32,10 +32,8 @@ def launch(
     hostfile: Path | None = None,
     include: str = "",
     exclude: str = "",
-    ssh_port: int | None = None,
     print_for: Annotated[Literal["slurm", "mpi", "k8s"] | None, tyro.conf.arg(name="print")] = None,
     hosts: int | None = None,
-    image: str = "IMAGE",
     coordinator: str | None = None,
     first_process: int = 0,
     total_processes: int | None = None,
@@ -57,10 +55,8 @@ def launch(
         hostfile: Run on the hosts of this file through ssh; lines of the form `host slots=N`.
         include: Hosts and slots of the hostfile to use, HOST[:SLOT,SLOT...][@HOST...].
         exclude: Those not to use.
-        ssh_port: Port of the hosts' ssh servers.
         print_for: Start nothing; print a Slurm script, an mpirun line or a Kubernetes JobSet.
         hosts: For --print, how many hosts there are.
-        image: For --print k8s, the container's image.
         coordinator: HOST or HOST:PORT of process 0; the first host of a hostfile, else this one.
         first_process: Index of the first process of this host, where each host is given its own launch.
         total_processes: Processes on all hosts.
@@ -69,26 +65,26 @@ def launch(
     try:
         check_counts(processes=processes, devices_per_process=devices_per_process, hosts=hosts)
         chosen = _chosen_hosts(hostfile, include, exclude)
+        first_slots = next(iter(chosen.values()), None)
+        count, each = processes or 1, devices_per_process
+        if first_slots is not None or print_for is not None:
+            count, each = divide(len(first_slots or (0,)), processes, devices_per_process)
+        program = (script, *args)
         if print_for is not None:
-            per_host = len(next(iter(chosen.values()))) if chosen else 1
-            job = Job(
-                (script, *args),
+            where = (
                 hosts or len(chosen) or 1,
-                *divide(per_host, processes, devices_per_process),
+                count,
+                each or 1,
                 platform or "gpu",
                 logs,
                 max_restarts,
                 hostfile,
-                coordinator or next(iter(chosen), None),
-                image,
             )
+            job = Job(program, *where, coordinator or next(iter(chosen), None))
             print(_PRINTED[print_for](job), end="")
             return 0
-        count, each = processes or 1, devices_per_process
-        if chosen:
-            count, each = divide(len(next(iter(chosen.values()))), processes, devices_per_process)
-        settings = Launch(
-            (script, *args),
+        here = Launch(
+            program,
             count,
             each,
             platform or find_platform(os.environ),
@@ -100,11 +96,12 @@ def launch(
             total_processes,
             end_with_stdin,
             int(os.environ.get(RESTARTS, 0)),
+            first_slots,
         )
-        if chosen and not _is_here(chosen):
-            settings = replace(settings, devices_per_process=devices_per_process)
-            return run_on_hosts(settings, chosen, processes=processes, platform=platform, ssh_port=ssh_port)
-        return run_launch(settings)
+        if not chosen or _is_here(chosen):
+            return run_launch(here)
+        everywhere = replace(here, devices_per_process=devices_per_process, total_processes=None)
+        return run_on_hosts(everywhere, chosen, processes=processes, platform=platform)
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
 

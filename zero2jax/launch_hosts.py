@@ -34,7 +34,6 @@ def host_commands(
     *,
     processes: int | None = None,
     platform: str | None = None,
-    ssh_port: int | None = None,
 ) -> list[Command]:
     """One ssh command per host.
 
@@ -45,7 +44,6 @@ def host_commands(
       folder: the current folder, which every host must have.
       processes: on each host; by default one per slot, or as many as `devices_per_process` leaves room for.
       platform: "cpu" or "gpu", or None: each host looks for itself.
-      ssh_port: if not ssh's own.
 
     Raises:
       ValueError: more devices than slots on a host; a loopback address for process 0 with several hosts.
@@ -78,7 +76,7 @@ def host_commands(
         words = [word for name, x in options.items() if x is not None for word in (f"--{name}", str(x))]
         arguments = (sys.executable, "-m", "zero2jax", "launch", *words, "--end-with-stdin", *launch.program)
         visible = base | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))}
-        ssh = ssh_command(host, arguments, visible, folder, port=ssh_port)
+        ssh = ssh_command(host, arguments, visible, folder)
         commands.append(Command(host, ssh, dict(env), keep_stdin=True))
         first += counts[host][0]
     return commands
@@ -102,7 +100,6 @@ def run_on_hosts(
     *,
     processes: int | None = None,
     platform: str | None = None,
-    ssh_port: int | None = None,
     write: Callable[[bytes], None] | None = None,
 ) -> int:
     """Run on all hosts, and again on those that had not failed while restarts are left; the exit code.
@@ -112,7 +109,7 @@ def run_on_hosts(
     """
     while True:
         commands = host_commands(
-            launch, hosts, os.environ, Path.cwd(), processes=processes, platform=platform, ssh_port=ssh_port
+            launch, hosts, os.environ, Path.cwd(), processes=processes, platform=platform
         )
         outcome = run_together(commands, grace_s=launch.grace_s, write=write)
         if not outcome.failed:

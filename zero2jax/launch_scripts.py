@@ -26,7 +26,6 @@ class Job:
     max_restarts: int = 0
     hostfile: Path | None = None
     coordinator_host: str | None = None
-    image: str = "IMAGE"
 
     @property
     def name(self) -> str:
@@ -134,7 +133,7 @@ spec:
               restartPolicy: Never
               containers:
               - name: train
-                image: {json.dumps(job.image)}
+                image: IMAGE
                 command: ["bash", "-c", {json.dumps(" ".join(words))}]
                 ports:
                 - containerPort: {DEFAULT_PORT}
