@@ -108,7 +108,7 @@ def global_batch(
 
     Example:
       >>> import zero2jax
-      >>> global_batch({"x": np.zeros((4, 3))}, zero2jax.make_mesh(data=2))["x"].shape
+      >>> global_batch({"x": np.zeros((4, 3))}, zero2jax.make_mesh(data=1))["x"].shape
       (4, 3)
     """
     num_shards = check_mesh(mesh, axis_name)
