@@ -43,6 +43,14 @@ LOCAL = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
         ({}, ("single process", 0, 1, None, None)),
         ({"WORLD_SIZE": "1"}, ("single process", 0, 1, None, None)),
         ({"WORLD_SIZE": "1", "RANK": "0"}, ("single process (WORLD_SIZE and RANK)", 0, 1, None, None)),
+        (
+            {**PLAIN, "WORLD_SIZE": "1", "RANK": "0"},
+            ("single process (WORLD_SIZE and RANK)", 0, 1, None, None),
+        ),
+        (
+            {**PLAIN, "WORLD_SIZE": "1", "RANK": "0", "ZERO2JAX_RESTARTS": "0"},
+            ("zero2jax launch", 0, 1, "node1:1234", None),
+        ),
         (PLAIN, ("WORLD_SIZE and RANK", 2, 4, "node1:1234", None)),
         ({**PLAIN, **LOCAL}, ("WORLD_SIZE and RANK", 2, 4, "node1:1234", (0,))),
         ({**PLAIN, **LOCAL, "CUDA_VISIBLE_DEVICES": "5"}, ("WORLD_SIZE and RANK", 2, 4, "node1:1234", None)),
@@ -176,7 +184,7 @@ def roll(*entries, timeout_s=5.0, address=None):
 def test_all_processes_get_the_list_of_all():
     entries = [Entry(i, 3, host=f"host{i}", code={"jax": "1"}) for i in range(3)]
     assert roll(*entries) == [entries, entries, entries]
-    assert call_roll(Entry(0, 1), "nowhere:1", 1) == [Entry(0, 1)]  # alone: asks nobody
+    assert call_roll(Entry(0, 1), f"127.0.0.1:{free_port()}", 1) == [Entry(0, 1)]  # alone: asks nobody
 
 
 def test_who_is_missing_is_named_to_all_who_arrived():

@@ -51,6 +51,8 @@ def test_each_process_gets_its_place_and_its_devices():
         "PYTHONUNBUFFERED": "1",
     }
     assert found[0]["RANK"] == "0"
+    proxied = process_environment(sh(""), 0, LOCAL, {"http_proxy": "p", "no_proxy": "a"})
+    assert proxied["no_proxy"] == "a,127.0.0.1"
     other_host = sh("", 2, first_process=2, total_processes=4, coordinator="node1:7")
     (_, last) = make_commands(other_host, {})
     names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")

@@ -9,6 +9,9 @@
 5. an indexed Kubernetes job, whose size only the cluster's API knows;
 6. nothing: a single process.
 
+A single process starts nothing, however it was found, unless by arguments or `zero2jax launch`: then it, too, uses the
+collectives of several processes, and computes the same bits as they do.
+
 The coordinator's address is `JAX_COORDINATOR_ADDRESS`, else `MASTER_ADDR:MASTER_PORT`, else what the scheduler tells:
 for Slurm the first host of the step and a port made from the job's number, as JAX makes it; under Open MPI 4 and
 Kubernetes JAX finds it (`coordinator_address` is None here).
@@ -150,9 +153,9 @@ def _from_family(family: _Family, env: Mapping[str, str]) -> Settings:
             f"reading {family.count}={env[family.count]} and {family.index}={env[family.index]}: the index of a "
             f"process counts from 0 and must be below the number of processes. Correct the variable that is wrong."
         )
-    address = _address(family, env)
-    if address is None and count == 1:
+    if count == 1 and family is not _LAUNCH:
         return Settings(f"{_SINGLE} ({family.source})", distributed=False)
+    address = _address(family, env)
     devices = _local_device_ids(family, env, local_count)
     return Settings(family.source, index, count, address, devices, num_hosts)
 
@@ -189,7 +192,7 @@ def _address(family: _Family | None, env: Mapping[str, str]) -> str | None:
     if family is _SLURM:
         port = 61440 + _number(env, "SLURM_JOB_ID") % 4096
         return join_address(first_slurm_host(env["SLURM_STEP_NODELIST"]), port)
-    if family is None or _number(env, family.count) == 1:
+    if family is None:
         return None
     if family is _OPEN_MPI and ("OMPI_MCA_orte_hnp_uri" in env or importlib.util.find_spec("mpi4py")):
         return None

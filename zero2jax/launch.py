@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zero2jax.cluster_env import RESTARTS
+from zero2jax.cluster_env import RESTARTS, grpc_proxy
 from zero2jax.supervise import Command, Outcome, run_together
 
 PLATFORMS = ("cpu", "gpu")
@@ -106,9 +106,16 @@ def process_environment(
 ) -> dict[str, str]:
     """The environment of one process: `env` with what the process needs to find the others and its devices."""
     host, port = address
+    # gRPC would ask a proxy for the way to the coordinator.
+    direct = (
+        {"no_proxy": f"{env['no_proxy']},{host}" if env.get("no_proxy") else host}
+        if grpc_proxy(host, env)
+        else {}
+    )
     total = launch.num_processes if launch.total_processes is None else launch.total_processes
     return {
         **env,
+        **direct,
         **_devices(launch, local_index, env),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),

@@ -71,6 +71,7 @@ def call_roll(me: Entry, address: str, timeout_s: float) -> list[Entry]:
         have the same index; counts or code differ; the port of process 0 is taken.
     """
     if me.num_processes == 1:
+        _listen(address).close()
         return [me]
     if me.process_index == 0:
         return _Roll(me, address, timeout_s).take()
