@@ -300,7 +300,8 @@ def test_one_that_never_arrives_is_named_by_a_real_process():
 # Twice started; one value alike and one not; times of which one is long.
 AGREE = """
 import json, time
-import jax, optax, zero2jax
+import jax, numpy as np, optax, zero2jax
+from zero2jax.batches import place_batch
 
 startup = zero2jax.init_distributed(initialization_timeout_s=120)
 again = zero2jax.init_distributed()
@@ -310,7 +311,12 @@ clock = zero2jax.StepClock()
 time.sleep(0.5 if startup.process_index == 2 else 0)
 clock.step_done()
 times = clock.gather()
-order = zero2jax.BatchOrder(10, 6, zero2jax.make_mesh(), seed=3)
+order_mesh = zero2jax.make_mesh()
+order = zero2jax.BatchOrder(10, 6, order_mesh, seed=3)
+try:
+    place_batch(np.arange(3) + startup.process_index, order_mesh, "data")
+except ValueError as error:
+    other_batch = str(error)
 try:
     stage = 1 if startup.process_index == 1 else 2
     zero2jax.initialize(lambda p, b: 0.0, optax.sgd(0.1), {"zero_optimization": {"stage": stage}})
@@ -319,7 +325,8 @@ except ValueError as error:
 try:
     zero2jax.init_distributed(None, 5, 0)
 except ValueError as error:
-    found = {"again": str(error), "slowest": times.slowest, "own_s": times.own_s, "rows": next(order).tolist()}
+    refusals = {"batch": other_batch, "again": str(error)}
+    found = {**refusals, "slowest": times.slowest, "own_s": times.own_s, "rows": next(order).tolist()}
     print(json.dumps(found), flush=True)
 """
 
@@ -330,6 +337,7 @@ def test_processes_must_agree_and_stragglers_are_named(tmp_path):
     for refusal, rest in found.values():
         assert "the configuration and the mesh over 3 processes: process 1 (host" in refusal["error"][0]
         assert "started already, with 3" in rest["again"]
+        assert "an array of shape (3,) is not the same in all 3 processes" in rest["batch"]
         assert rest["slowest"] == 2
         assert rest["own_s"][2] > 0.5 > rest["own_s"][0]
     rows = [set(found[i][1]["rows"]) for i in range(3)]

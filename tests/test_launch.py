@@ -36,7 +36,12 @@ def run(launch):
 
 
 def test_each_process_gets_its_place_and_its_devices():
-    found = [process_environment(sh("", 2, devices_per_process=3), i, LOCAL, {"A": "b"}) for i in (0, 1)]
+    found = [
+        process_environment(
+            sh("", 2, devices_per_process=3), i, LOCAL, {"A": "b", "JAX_LOCAL_DEVICE_IDS": "7"}
+        )
+        for i in (0, 1)
+    ]
     assert found[1] == {
         "A": "b",
         "JAX_PLATFORMS": "cpu",

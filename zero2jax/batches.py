@@ -58,13 +58,25 @@ def check_batch(batch: PyTree, num_shards: int, num_microbatches: int, batch_siz
 
 
 def place_batch(batch: PyTree, mesh: Mesh, axis_name: str) -> PyTree:
-    """The batch as global arrays cut over the data axis along their leading dim; arrays already there are kept."""
+    """The batch as global arrays cut over the data axis along their leading dim; arrays already there are kept.
+
+    Of several processes each must pass the same whole batch, which JAX compares; `global_batch` saves that.
+
+    Raises:
+      ValueError: the processes passed different batches.
+    """
     sharding = NamedSharding(mesh, P(axis_name))
 
     def one(x: Any) -> jax.Array:
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
-        return jax.device_put(x, sharding)
+        try:
+            return jax.device_put(x, sharding)
+        except AssertionError as error:  # JAX's way to say so
+            raise ValueError(
+                f"placing the batch: an array of shape {np.shape(x)} is not the same in all {jax.process_count()} "
+                f"processes. Pass each the same whole batch, or join what each has loaded by zero2jax.global_batch."
+            ) from error
 
     return jax.tree.map(one, batch)
 

@@ -57,7 +57,8 @@ def init_distributed(
     Call it before anything uses a device. Without arguments the environment tells, see `zero2jax.cluster_env`:
     `zero2jax launch`, torchrun, Open MPI, Slurm, MPICH, `MASTER_ADDR` with `WORLD_SIZE` and `RANK`, Kubernetes. Process
     0 prints one line that says which. From then on an exception that nobody catches ends its process without waiting
-    for the others, so that the others learn of it.
+    for the others, so that the others learn of it; `sys.exit` with an error code still waits for them, up to JAX's five
+    minutes.
 
     Args:
       coordinator_address: "host:port" of process 0; with it go the next two.
@@ -140,6 +141,7 @@ def _end_on_error() -> None:
 
 
 def _again(num_processes: int | None, process_id: int | None) -> Startup:
+    """What a second call returns; it starts the backend, which alone knows."""
     here = (jax.process_count(), jax.process_index())
     for name, asked, found in zip(
         ("num_processes", "process_id"), (num_processes, process_id), here, strict=True

@@ -17,7 +17,8 @@ from pathlib import Path
 from zero2jax.cluster_env import RESTARTS, grpc_proxy
 from zero2jax.supervise import Command, Outcome, run_together
 
-PLATFORMS = ("cpu", "gpu")
+# Variables by which jax.distributed would believe another launcher.
+_OTHER_LAUNCHERS = ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_LOCAL_DEVICE_IDS")
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def process_environment(
     )
     total = launch.num_processes if launch.total_processes is None else launch.total_processes
     return {
-        **env,
+        **{name: value for name, value in env.items() if name not in _OTHER_LAUNCHERS},
         **direct,
         **_devices(launch, local_index, env),
         "MASTER_ADDR": host,
