@@ -75,7 +75,7 @@ def test_each_process_gets_its_place_and_its_devices():
 )
 def test_gpus_are_divided(num_processes, each, visible, expected):
     settings = sh("", num_processes, platform="gpu", devices_per_process=each)
-    env = {"CUDA_VISIBLE_DEVICES": visible}
+    env = {"CUDA_VISIBLE_DEVICES": visible, "JAX_PLATFORMS": "cpu"}
     found = [process_environment(settings, i, LOCAL, env) for i in range(num_processes)]
     assert [e["CUDA_VISIBLE_DEVICES"] for e in found] == expected
     assert "JAX_PLATFORMS" not in found[0]

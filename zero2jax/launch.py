@@ -114,8 +114,9 @@ def process_environment(
         else {}
     )
     total = launch.num_processes if launch.total_processes is None else launch.total_processes
+    dropped = _OTHER_LAUNCHERS + (("JAX_PLATFORMS",) if launch.platform == "gpu" else ())
     return {
-        **{name: value for name, value in env.items() if name not in _OTHER_LAUNCHERS},
+        **{name: value for name, value in env.items() if name not in dropped},
         **direct,
         **_devices(launch, local_index, env),
         "MASTER_ADDR": host,
