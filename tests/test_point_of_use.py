@@ -439,10 +439,9 @@ def test_held_parameters_are_gathered_once_and_regathered_ones_twice_around_a_ch
 def test_outside_of_checkpoints_only_what_backward_reads_and_is_not_small_is_gathered_again(monkeypatch):
     assert traced("sum_and_product", "held").outside_loops["all_gather"] == 2
     assert traced("sum_and_product", "regathered").outside_loops["all_gather"] == 3  # the factor twice
-    padded = 2 * NUM_SHARDS * WIDTH
-    monkeypatch.setattr(point_of_use, "_SMALL", padded)
+    monkeypatch.setattr(point_of_use, "_SMALL", W.size)
     assert traced("sum_and_product", "regathered").outside_loops["all_gather"] == 2
-    monkeypatch.setattr(point_of_use, "_SMALL", padded - 1)
+    monkeypatch.setattr(point_of_use, "_SMALL", W.size - 1)
     assert traced("sum_and_product", "regathered").outside_loops["all_gather"] == 3
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zero2jax.mesh import AxisName
 from zero2jax.pytrees import PyTree, path_string, shapes_of
 
 
@@ -53,7 +54,7 @@ def check_batch(batch: PyTree, num_shards: int, num_microbatches: int, batch_siz
     return num_examples
 
 
-def place_batch(batch: PyTree, mesh: Mesh, axis_name: str) -> PyTree:
+def place_batch(batch: PyTree, mesh: Mesh, axis_name: AxisName) -> PyTree:
     """The batch as global arrays cut over the data axis along their leading dim; arrays already there are kept."""
     sharding = NamedSharding(mesh, P(axis_name))
 
@@ -65,7 +66,7 @@ def place_batch(batch: PyTree, mesh: Mesh, axis_name: str) -> PyTree:
     return jax.tree.map(one, batch)
 
 
-def abstract_batch(batch: PyTree, mesh: Mesh, axis_name: str) -> PyTree:
+def abstract_batch(batch: PyTree, mesh: Mesh, axis_name: AxisName) -> PyTree:
     """Shapes of the batch as `place_batch` places it."""
     sharding = NamedSharding(mesh, P(axis_name))
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -49,7 +49,7 @@ class Use:
       path: the parameter's name.
       dim: sharded dim of what will appear; None for a leaf that every device holds whole.
       size: true size of that dim.
-      num_shards: N.
+      num_shards: N; a shard is padded so that the dim divides by it.
       placement: other mesh axes of each dim.
       dtype: dtype of what appears.
       axis_name: axis to gather and reduce over.
@@ -148,8 +148,9 @@ class Standin:
     @property
     def size(self) -> int:
         """How many elements appear."""
-        num_shards = 1 if self.use.gathered or self.use.dim is None else self.use.num_shards
-        return self.source.size * num_shards
+        if self.use.gathered or self.use.dim is None:
+            return self.source.size
+        return self.source.size // self.source.shape[self.use.dim] * self.use.size
 
     @property
     def keeps_layers(self) -> bool:
