@@ -23,6 +23,15 @@ def test_global_batch_is_cut_over_the_data_axis():
         np.testing.assert_array_equal(placed[name], batch[name])
 
 
+def test_groups_of_devices_cut_the_batch_too():
+    mesh = zero2jax.make_mesh(replica=2, data=4)
+    placed = zero2jax.global_batch(np.arange(16), mesh, batch_size=16)
+    assert placed.sharding == jax.NamedSharding(mesh, jax.P(("replica", "data")))
+    np.testing.assert_array_equal(placed, np.arange(16))
+    with pytest.raises(ValueError, match=r"12 / 8 = 1.5"):
+        zero2jax.local_rows(12, mesh)
+
+
 def test_uneven_batches_are_refused_with_the_arithmetic():
     mesh = zero2jax.make_mesh(data=4)
     with pytest.raises(ValueError, match=r"7 / \(4 \* 1\) = 1.75"):

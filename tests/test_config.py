@@ -348,8 +348,6 @@ def test_ignored_keys_are_named_once():
     [
         ({"fp16": {"enabled": True}}, "fp16.enabled"),
         (zero(stage=2, offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer.device"),
-        (zero(stage=3, mics_shard_size=4), "zero_optimization.mics_shard_size"),
-        (zero(stage=3, zero_hpz_partition_size=8), "zero_optimization.zero_hpz_partition_size"),
         (zero(stage=3, zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
         (zero(stage=2, ignore_unused_parameters=False), "zero_optimization.ignore_unused_parameters"),
         (

@@ -153,7 +153,6 @@ LOADS = {
     "zeropp": (
         {"zero_optimization.zero_hpz_partition_size": 8},
         [
-            "zero_optimization.zero_hpz_partition_size",
             "zero_optimization.zero_quantized_weights",
             "zero_optimization.zero_quantized_gradients",
         ],

@@ -58,11 +58,10 @@ FROZEN = {
         zero_optimization.offload_param.device zero_optimization.offload_param.nvme_path
         zero_optimization.offload_param.buffer_count zero_optimization.offload_param.buffer_size
         zero_optimization.offload_param.max_in_cpu zero_optimization.offload_param.pin_memory
-        zero_optimization.ignore_unused_parameters zero_optimization.zero_hpz_partition_size
+        zero_optimization.ignore_unused_parameters
         zero_optimization.zero_quantized_weights
         zero_optimization.zero_quantized_nontrainable_weights
         zero_optimization.zero_quantized_gradients zero_optimization.zeropp_loco_param
-        zero_optimization.mics_shard_size
         bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
         activation_checkpointing.partition_activations activation_checkpointing.cpu_checkpointing
         activation_checkpointing.contiguous_memory_optimization

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import zero2jax
-from zero2jax import gradients, jaxprs, losses
+from zero2jax import gradients, jaxprs, losses, point_of_use
 from zero2jax.gradients import GradientSettings
 from zero2jax.point_of_use import scan_depths
 
@@ -28,7 +28,14 @@ NUM_SHARDS, WIDTH, LAYERS = 3, 5, 4
 ATOL, ATOL_FP16 = 4e-6, 2e-4
 WITH_FP16 = ("cast_before_scan", "deferred_into_checkpoint")
 
-pytestmark = pytest.mark.usefixtures("strict_promotion")
+pytestmark = pytest.mark.usefixtures("strict_promotion", "small_counts_as_large")
+
+
+@pytest.fixture
+def small_counts_as_large(monkeypatch):
+    """Treats the few elements of the parameters here as many, since small ones are not gathered twice."""
+    monkeypatch.setattr(point_of_use, "_SMALL", 0)
+
 
 POLICIES = jax.checkpoint_policies
 KEY = jax.random.key(0)
@@ -305,6 +312,7 @@ CASES = {
     "custom_vjp": (custom_vjp, MATRICES),
     "custom_jvp": (custom_jvp, MATRICES),
     "gradient_inside": (gradient_inside, {"w": W}),
+    "sum_and_product": (lambda p, x: jnp.mean(jnp.tanh(x + p["b"][None]) @ p["w"]), {"b": BIAS[0], "w": W}),
     "tied": (tied, {"w": W}),
     "parameter_with_itself": (parameter_with_itself, MATRICES),
     "deferred_into_checkpoint": (transposed_and_cast_into_a_checkpoint, MATRICES),
@@ -426,6 +434,15 @@ def test_held_parameters_are_gathered_once_and_regathered_ones_twice_around_a_ch
     assert traced("checkpoint", "gathered once").outside_loops["all_gather"] == 2
     assert traced("scan_of_checkpoint", "held").in_loops["all_gather"] == 1
     assert traced("scan_of_checkpoint", "regathered").in_loops["all_gather"] == 2
+
+
+def test_outside_of_checkpoints_only_what_backward_reads_and_is_not_small_is_gathered_again(monkeypatch):
+    assert traced("sum_and_product", "held").outside_loops["all_gather"] == 2
+    assert traced("sum_and_product", "regathered").outside_loops["all_gather"] == 3  # the factor twice
+    monkeypatch.setattr(point_of_use, "_SMALL", W.size)
+    assert traced("sum_and_product", "regathered").outside_loops["all_gather"] == 2
+    monkeypatch.setattr(point_of_use, "_SMALL", W.size - 1)
+    assert traced("sum_and_product", "regathered").outside_loops["all_gather"] == 3
 
 
 def test_a_parameter_held_in_one_scope_is_gathered_and_reduced_once():

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero2jax.mesh import DATA_AXIS, check_mesh
+from zero2jax.mesh import DATA_AXIS, AxisName, axis_size, data_axes
 from zero2jax.pytrees import PyTree, path_string, shapes_of
 
 
@@ -57,7 +57,7 @@ def check_batch(batch: PyTree, num_shards: int, num_microbatches: int, batch_siz
     return num_examples
 
 
-def place_batch(batch: PyTree, mesh: Mesh, axis_name: str) -> PyTree:
+def place_batch(batch: PyTree, mesh: Mesh, axis_name: AxisName) -> PyTree:
     """The batch as global arrays cut over the data axis along their leading dim; arrays already there are kept.
 
     Of several processes each must pass the same whole batch, which JAX compares; `global_batch` saves that.
@@ -87,7 +87,8 @@ def local_rows(batch_size: int, mesh: Mesh, axis_name: str = DATA_AXIS) -> np.nd
     Raises:
       ValueError: the batch cannot be cut over the devices.
     """
-    num_shards = check_mesh(mesh, axis_name)
+    axes = data_axes(mesh, axis_name).batch
+    num_shards = axis_size(mesh, axes)
     if batch_size % num_shards or batch_size < 1:
         nearest = max(batch_size // num_shards, 1) * num_shards
         raise ValueError(
@@ -95,7 +96,7 @@ def local_rows(batch_size: int, mesh: Mesh, axis_name: str = DATA_AXIS) -> np.nd
             f"{batch_size / num_shards:g}, and it must be a whole number. Use {nearest} or {nearest + num_shards} "
             f"examples."
         )
-    held = NamedSharding(mesh, P(axis_name)).addressable_devices_indices_map((batch_size,))
+    held = NamedSharding(mesh, P(axes)).addressable_devices_indices_map((batch_size,))
     starts = {index[0].indices(batch_size)[:2] for index in held.values() if index is not None}
     return np.concatenate([np.arange(start, stop) for start, stop in sorted(starts)])
 
@@ -112,7 +113,7 @@ def global_batch(
       local_batch: pytree of arrays (rows of this process, ...); row i is row `local_rows(...)[i]` of the global batch.
       mesh: device mesh.
       batch_size: examples over all devices, if they are known.
-      axis_name: mesh axis to cut over.
+      axis_name: mesh axis to cut over, and over the groups of an axis `replica`, too.
 
     Raises:
       ValueError: leaves without rows or of different length; a number of rows that cannot be cut over the devices of
@@ -123,7 +124,8 @@ def global_batch(
       >>> global_batch({"x": np.zeros((4, 3))}, zero2jax.make_mesh(data=1))["x"].shape
       (4, 3)
     """
-    num_shards = check_mesh(mesh, axis_name)
+    axes = data_axes(mesh, axis_name).batch
+    num_shards = axis_size(mesh, axes)
     num_local = len(local_rows(num_shards, mesh, axis_name))
     num_rows = check_batch(local_batch, num_local, 1)
     if batch_size is not None and num_rows * num_shards != batch_size * num_local:
@@ -133,7 +135,7 @@ def global_batch(
             f"devices here = {batch_size / num_shards * num_local:g}. Leave an uneven last batch out, or fill it up "
             f"with examples of weight 0."
         )
-    sharding = NamedSharding(mesh, P(axis_name))
+    sharding = NamedSharding(mesh, P(axes))
 
     def one(x: Any) -> jax.Array:
         x = np.asarray(x)
@@ -143,7 +145,7 @@ def global_batch(
     return jax.tree.map(one, local_batch)
 
 
-def abstract_batch(batch: PyTree, mesh: Mesh, axis_name: str) -> PyTree:
+def abstract_batch(batch: PyTree, mesh: Mesh, axis_name: AxisName) -> PyTree:
     """Shapes of the batch as `place_batch` places it."""
     sharding = NamedSharding(mesh, P(axis_name))
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

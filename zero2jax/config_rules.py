@@ -111,6 +111,9 @@ def _zero_rules(config: Config, report: Report) -> None:
     if offload is not None and offload.ratio < 1.0 and zero.stage != 3:
         rule = f"a part of the optimizer on the host needs stage 3, the stage is {zero.stage}"
         report.error(f"{path}.offload_optimizer.ratio", offload.ratio, rule, "Use 1.0 or stage 3.")
+    if zero.mics_shard_size > 0 and zero.zero_hpz_partition_size > 1:
+        rule = "it and zero_hpz_partition_size both give the size of a group"
+        report.error(f"{path}.mics_shard_size", zero.mics_shard_size, rule, "Keep one of the two.")
     if zero.stage in (1, 2) and zero.allgather_bucket_size % 2:
         rule = "must be even: DeepSpeed aligns its buckets to two elements"
         report.error(f"{path}.allgather_bucket_size", zero.allgather_bucket_size, rule, "Add 1.")
@@ -162,8 +165,6 @@ def not_yet(config: Config) -> list[str]:
         asked = value != default
         if block == "bf16":
             asked = config.bf16.enabled and asked
-        elif name in ("mics_shard_size", "zero_hpz_partition_size"):
-            asked = value > default
         elif block == "zero_optimization.offload_param":
             asked = value != default and config.zero_optimization.stage == 3
         if asked:

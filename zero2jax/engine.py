@@ -18,7 +18,7 @@ from zero2jax.batches import abstract_batch, check_batch, place_batch
 from zero2jax.gradients import GradientSettings
 from zero2jax.losses import LossFn
 from zero2jax.memory import MemoryReport, measure_memory
-from zero2jax.mesh import DATA_AXIS, check_mesh, replicated
+from zero2jax.mesh import DATA_AXIS, axis_size, data_axes, replicated
 from zero2jax.optimizer import checked_transformation
 from zero2jax.precision import Precision
 from zero2jax.pytrees import LeafPredicate, PyTree, is_function, shapes_of
@@ -62,6 +62,8 @@ class Engine:
         takes "once" when a stage-2 step has several microbatches.
       seed: seed of the keys that `loss_fn` gets; they differ per step, device and microbatch, not by stage.
       axis_name: mesh axis that state is sharded over.
+      shard_over_replicas: on a mesh with an axis `replica`, shard the state at rest over that axis too, instead of
+        keeping a copy of it in each group of devices; see `zero2jax.mesh.DataAxes`.
       compiler_options: for the compilation of this step alone, as for `jax.jit`; or a function that makes them
         from the shard plan of the parameters.
 
@@ -94,13 +96,16 @@ class Engine:
         gather: str = "auto",
         seed: int = 0,
         axis_name: str = DATA_AXIS,
+        shard_over_replicas: bool = False,
         compiler_options: Mapping[str, Any] | Callable[[ShardPlan], Mapping[str, Any]] | None = None,
     ):
         _check_settings(stage, num_microbatches, gather, reduction)
         self.loss_fn = loss_fn
         self.mesh = mesh
         self.stage = stage
-        self.num_shards = check_mesh(mesh, axis_name)
+        self.axes = data_axes(mesh, axis_name, rest_over_replicas=shard_over_replicas)
+        self.num_shards = axis_size(mesh, self.axes.rest)
+        self.num_batch_shards = axis_size(mesh, self.axes.batch)
         self.num_microbatches = num_microbatches
         self.batch_size = batch_size
         self.precision = precision or Precision()
@@ -143,10 +148,10 @@ class Engine:
         shapes = shapes_of(params)
         layer_dims = self._layer_dims
         if layer_dims is None and batch is not None:
-            check_batch(batch, self.num_shards, self.num_microbatches, self.batch_size)
+            check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
             program = self._program(self._make_layout(shapes, 0))
             layer_dims = program.layer_dims(
-                program.settings.compute_shapes, abstract_batch(batch, self.mesh, self.axis_name)
+                program.settings.compute_shapes, abstract_batch(batch, self.mesh, self.axes.batch)
             )
         elif layer_dims is None:
             layer_dims = guess_layer_dims(shapes)
@@ -199,8 +204,8 @@ class Engine:
           ValueError: the batch cannot be cut up; the state has another structure; the loss is not a scalar.
         """
         check_state(state, self.layout)
-        check_batch(batch, self.num_shards, self.num_microbatches, self.batch_size)
-        placed = place_batch(batch, self.mesh, self.axis_name)
+        check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
+        placed = place_batch(batch, self.mesh, self.axes.batch)
         state, metrics = self._jitted_step()(state, placed, extra_args)
         if (
             metrics["learning_rate"] is None
@@ -215,9 +220,9 @@ class Engine:
         `loss_fn` stands in for the engine's, to turn dropout off, say. The state is not donated.
         """
         check_state(state, self.layout)
-        check_batch(batch, self.num_shards, 1)
+        check_batch(batch, self.num_batch_shards, 1)
         evaluate = self._jitted_evaluate(loss_fn or self.loss_fn)
-        means = self._settled(evaluate(state, place_batch(batch, self.mesh, self.axis_name)))
+        means = self._settled(evaluate(state, place_batch(batch, self.mesh, self.axes.batch)))
         return means.loss if means.aux is None else (means.loss, means.aux)
 
     def params(self, state: TrainState) -> PyTree:
@@ -230,15 +235,15 @@ class Engine:
 
     def lower(self, batch: PyTree) -> jax.stages.Lowered:
         """The step lowered for a batch of these shapes (arrays or shapes), to compile, count and audit."""
-        check_batch(batch, self.num_shards, self.num_microbatches, self.batch_size)
+        check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         state = self.layout.abstract_state(self.mesh)
-        return self._jitted_step().lower(state, abstract_batch(batch, self.mesh, self.axis_name), {})  # type: ignore[no-any-return]
+        return self._jitted_step().lower(state, abstract_batch(batch, self.mesh, self.axes.batch), {})  # type: ignore[no-any-return]
 
     def memory(self, state: TrainState, batch: PyTree) -> MemoryReport:
         """Measured bytes per device by class beside the formula; compiles the step for `batch` (arrays or shapes)."""
         check_state(state, self.layout)
         program = self._program(self.layout)
-        shapes = (self.layout.abstract_state(self.mesh), abstract_batch(batch, self.mesh, self.axis_name))
+        shapes = (self.layout.abstract_state(self.mesh), abstract_batch(batch, self.mesh, self.axes.batch))
         gradients = jax.jit(program.gradients).lower(*shapes).compile()
         return measure_memory(
             state, self.lower(batch).compile(), gradients, self.layout, program.settings, self.mesh
@@ -278,7 +283,7 @@ class Engine:
             shapes,
             self._tx,
             self.mesh,
-            axis_name=self.axis_name,
+            axes=self.axes,
             whole="stage 0 keeps the state whole" if self.stage == 0 else "",
             layer_dims=layer_dims,
             trainable=self._trainable,
@@ -293,6 +298,7 @@ class Engine:
             self.num_microbatches,
             self._gather_once,
             self.precision,
+            self.axes,
         )
         loss = losses.normalized(loss_fn or self.loss_fn)
         return StepProgram(

@@ -1,6 +1,6 @@
 """Gradients of one step, from shards of the parameters to shards of the gradients. Per-device code.
 
-Runs inside a `shard_map` that is manual over the data axis; what leaves it are sums over devices and microbatches.
+Runs inside a `shard_map` that is manual over the data axes; what leaves it are sums over devices and microbatches.
 
   stage 0, 1   parameters are gathered once; whole gradients accumulate on each device and are all-reduced (0) or
                reduce-scattered (1) once, after the last microbatch
@@ -10,6 +10,9 @@ Runs inside a `shard_map` that is manual over the data axis; what leaves it are 
 With `gather_once`, stage 2 gathers whole parameters before the microbatches, P bytes instead of K x P for K
 microbatches, and only the gradients are handled at the point of use. Whole stacks of layers are gathered and
 scattered one layer at a time: in one piece, the compiler copies the whole stack into another layout.
+
+Over a mesh with groups of devices (`mesh.DataAxes`) all of this happens inside a group; then the shards of the
+gradients are summed over the groups, once per step.
 """
 
 import dataclasses
@@ -19,8 +22,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zero2jax import jaxprs, losses
+from zero2jax import collectives, jaxprs, losses
 from zero2jax.losses import Loss, LossTerms, SliceKey
+from zero2jax.mesh import DataAxes
 from zero2jax.point_of_use import Standin, Use, evaluate, gather, reduce_grad, scan_depths, use_of_leaf
 from zero2jax.precision import Precision
 from zero2jax.pytrees import PyTree
@@ -38,6 +42,7 @@ class GradientSettings:
       num_microbatches: K; each device's batch is cut into K equal slices.
       gather_once: stage 2 only: gather whole parameters before the microbatches.
       precision: dtypes.
+      axes: the mesh axes that hold different examples.
     """
 
     plan: ShardPlan
@@ -46,11 +51,12 @@ class GradientSettings:
     num_microbatches: int
     gather_once: bool
     precision: Precision
+    axes: DataAxes = dataclasses.field(default_factory=DataAxes)
 
     @property
     def axis_name(self) -> str:
         """The data axis."""
-        return self.plan.axis_name
+        return self.axes.shard
 
     def compute_dtype(self, i: int) -> Any:
         """The dtype in which the loss sees leaf `i`."""
@@ -106,15 +112,15 @@ def local_gradients(
       One gradient shard per trainable leaf, in the shape of its shard at rest and the leaf's reduce dtype, or the
       accumulation dtype if K > 1 and stage >= 2; and the totals, the same on every device.
     """
-    shards = settings.plan.treedef.flatten_up_to(params)
+    shards = _group_shards(settings, params)
     strategy = (_whole if settings.stage <= 1 else _at_use)(loss, settings, shards)
     num = settings.num_microbatches
-    first = jax.lax.axis_index(settings.axis_name) * num
+    first = jax.lax.axis_index(settings.axes.names) * num
     if num == 1:
         grads, terms = strategy.gradient(batch, rng._replace(slice_index=first))
     else:
         grads, terms = _accumulated(strategy, settings, batch, lambda i: rng._replace(slice_index=first + i))
-    return strategy.finish(grads), losses.over_devices(terms, settings.axis_name)
+    return _over_groups(settings, strategy.finish(grads)), losses.over_devices(terms, settings.axes.names)
 
 
 def _accumulated(
@@ -191,11 +197,11 @@ def local_loss(
     loss: Loss, settings: GradientSettings, params: PyTree, batch: PyTree, rng: SliceKey
 ) -> LossTerms:
     """Totals of the loss terms over all devices, without gradients; parameters appear where they are used."""
-    shards = settings.plan.treedef.flatten_up_to(params)
+    shards = _group_shards(settings, params)
     standins = [Standin(settings.use(i), x, None) for i, x in enumerate(shards)]
-    rng = rng._replace(slice_index=jax.lax.axis_index(settings.axis_name))
+    rng = rng._replace(slice_index=jax.lax.axis_index(settings.axes.names))
     terms = _evaluated(loss, settings, standins, batch, rng, regather=False)
-    return losses.over_devices(losses.weighted(terms), settings.axis_name)
+    return losses.over_devices(losses.weighted(terms), settings.axes.names)
 
 
 def _evaluated(
@@ -213,22 +219,63 @@ def _evaluated(
     return jax.tree.unflatten(jax.tree.structure(out), flat)
 
 
+def whole_params(settings: GradientSettings, params: PyTree) -> PyTree:
+    """Parameters at rest, whole on every device, in their compute dtype and without padding."""
+    return settings.plan.treedef.unflatten(gather_params(settings, _group_shards(settings, params)))
+
+
+def _group_shards(settings: GradientSettings, params: PyTree) -> list[jax.Array]:
+    """This device's shard inside its group of each leaf; gathered over the groups, if the state is cut over them."""
+    shards = settings.plan.treedef.flatten_up_to(params)
+    replica = settings.axes.replica
+    if replica is None or not settings.axes.rest_over_replicas:
+        return shards
+
+    def one(i: int, use: Use, x: jax.Array) -> jax.Array:
+        if use.dim is None:
+            return x
+        return collectives.all_gather(x.astype(use.dtype), replica, use.dim, use.placement)
+
+    return _by_leaf(one, settings, list(range(len(shards))), shards)
+
+
+def _over_groups(settings: GradientSettings, grads: list[jax.Array]) -> list[jax.Array]:
+    """Gradients summed inside each group -> this device's shards at rest of their sum over the groups."""
+    replica = settings.axes.replica
+    if replica is None:
+        return grads
+
+    def one(i: int, use: Use, x: jax.Array) -> jax.Array:
+        if use.dim is None or not settings.axes.rest_over_replicas:
+            return collectives.psum(x, replica, use.placement)
+        return collectives.psum_scatter(x, replica, use.dim, use.placement)
+
+    return _by_leaf(one, settings, _trainable(settings), grads)
+
+
 def gather_params(settings: GradientSettings, shards: Sequence[jax.Array]) -> list[jax.Array]:
     """Every leaf whole, in its compute dtype and without padding, stacks of layers one layer at a time."""
-    uses = [settings.use(i) for i in range(len(shards))]
-    depths = [_loop_dims(leaf) for leaf in settings.plan.leaves]
-    return _by_layer(lambda i, use, x: gather(use, x), uses, depths, shards)
+    return _by_leaf(lambda i, use, x: gather(use, x), settings, list(range(len(shards))), shards)
 
 
 def _reduce_by_layer(
     settings: GradientSettings, trained: list[int], grads: list[jax.Array]
 ) -> list[jax.Array]:
     """This device's shard of every trainable leaf's gradient, stacks of layers one layer at a time."""
-    leaves = [settings.plan.leaves[i] for i in trained]
-    dtypes = [settings.precision.reduce(leaf) for leaf in leaves]
-    uses = [settings.use(i) for i in trained]
-    reduce = lambda i, use, g: reduce_grad(use, g, dtypes[i])
-    return _by_layer(reduce, uses, [_loop_dims(leaf) for leaf in leaves], grads)
+    dtype = lambda i: settings.precision.reduce(settings.plan.leaves[i])
+    return _by_leaf(lambda i, use, g: reduce_grad(use, g, dtype(i)), settings, trained, grads)
+
+
+def _by_leaf(
+    fun: Callable[[int, Use, jax.Array], jax.Array],
+    settings: GradientSettings,
+    indices: list[int],
+    arrays: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """`fun(i, use, array)` for the arrays of some leaves, stacks of layers one layer at a time."""
+    depths = [_loop_dims(settings.plan.leaves[i]) for i in indices]
+    uses = [settings.use(i) for i in indices]
+    return _by_layer(lambda k, use, x: fun(indices[k], use, x), uses, depths, arrays)
 
 
 def _loop_dims(leaf: LeafPlan) -> int:

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
@@ -13,7 +14,7 @@ from zero2jax.config import Config, ConfigError, ConfigWarning, Source, device_n
 from zero2jax.distributed import expect_same
 from zero2jax.engine import Engine
 from zero2jax.losses import LossFn
-from zero2jax.mesh import DATA_AXIS, check_mesh, make_mesh
+from zero2jax.mesh import DATA_AXIS, REPLICA_AXIS, DataAxes, axis_size, data_axes, make_mesh
 from zero2jax.optimizers import make_optimizer
 from zero2jax.precision import Precision
 from zero2jax.pytrees import LeafPredicate, PyTree
@@ -37,6 +38,7 @@ def initialize(
     gather: str = "auto",
     seed: int = 0,
     axis_name: str = DATA_AXIS,
+    shard_over_replicas: bool = False,
 ) -> Engine:
     """An engine that trains `loss_fn` as a DeepSpeed-style configuration says.
 
@@ -45,7 +47,8 @@ def initialize(
       tx: optax transformation; None builds the one of the configuration's `optimizer` and `scheduler` blocks.
       config: path of a JSON file, its text, a dict, or a `Config`. None means stage 2 with bf16 compute; a
         configuration with neither a `bf16` nor an `fp16` block means fp32, as in DeepSpeed.
-      mesh: device mesh; None puts all devices on the data axis.
+      mesh: device mesh; None puts all devices on the data axis, or makes groups (an axis `replica`) of the size that
+        `mics_shard_size` or `zero_hpz_partition_size` says.
       trainable: as for `Engine`, like the arguments below.
       param_specs: PartitionSpecs for the mesh axes other than the data axis.
       keep_fp32: predicate for leaves that are computed in fp32 (norms, say).
@@ -55,6 +58,7 @@ def initialize(
       gather: "use", "once" or "auto".
       seed: seed of the keys that `loss_fn` gets.
       axis_name: mesh axis that state is sharded over.
+      shard_over_replicas: as for `Engine`; `zero_hpz_partition_size` means it.
 
     Raises:
       ConfigError: the configuration breaks a rule, asks for what the engine cannot do yet, or has no optimizer
@@ -73,12 +77,12 @@ def initialize(
     missing = not_yet(settings)
     if missing:
         raise ConfigError(f"cannot train by {settings.name}: the engine does not have this yet", missing)
-    mesh = make_mesh() if mesh is None else mesh
-    num_shards = check_mesh(mesh, axis_name)
-    for note in device_notes(settings, num_shards):
+    mesh = _mesh(settings, mesh, axis_name)
+    axes = data_axes(mesh, axis_name)
+    for note in device_notes(settings, int(mesh.shape[axis_name])):
         warnings.warn(note, ConfigWarning, stacklevel=2)
     expect_same("the configuration and the mesh", [settings.source, dict(mesh.shape)])
-    batch_size, num_microbatches = _batch(settings, num_shards, axis_name)
+    batch_size, num_microbatches = _batch(settings, mesh, axes)
     return Engine(
         loss_fn,
         _optimizer(settings, tx, use_muon),
@@ -96,15 +100,46 @@ def initialize(
         gather=gather,
         seed=seed,
         axis_name=axis_name,
+        shard_over_replicas=shard_over_replicas
+        or (settings.zero_optimization.zero_hpz_partition_size > 1 and axes.replica is not None),
         compiler_options=_options(settings, mesh),
     )
 
 
-def _batch(settings: Config, num_shards: int, axis_name: str) -> tuple[int | None, int]:
+def _mesh(settings: Config, mesh: Mesh | None, axis_name: str) -> Mesh:
+    """The given mesh, or one of all devices, with groups of the size that the configuration says."""
+    zero = settings.zero_optimization
+    if zero.mics_shard_size > 0:
+        name, size = "mics_shard_size", zero.mics_shard_size
+    elif zero.zero_hpz_partition_size > 1:
+        name, size = "zero_hpz_partition_size", zero.zero_hpz_partition_size
+    else:
+        return make_mesh() if mesh is None else mesh
+    if mesh is None and len(jax.devices()) % size == 0:
+        sizes: Any = {REPLICA_AXIS: len(jax.devices()) // size, axis_name: size}
+        return make_mesh(**sizes)
+    if mesh is not None and mesh.shape.get(axis_name) == size:
+        return mesh
+    found = (
+        f"there are {len(jax.devices())} devices" if mesh is None else f"the mesh has axes {dict(mesh.shape)}"
+    )
+    raise ConfigError(
+        f"cannot train by {settings.name}",
+        [
+            f"zero_optimization.{name} = {size}: {found}, and the axis {axis_name!r} must have this size. Choose a "
+            f"divisor of the number of devices, or pass mesh=make_mesh({REPLICA_AXIS}=..., {axis_name}={size})."
+        ],
+    )
+
+
+def _batch(settings: Config, mesh: Mesh, axes: DataAxes) -> tuple[int | None, int]:
     """(batch size or None to take it from the data, number of microbatches)."""
     if settings.train_batch_size is None and settings.train_micro_batch_size_per_gpu is None:
         return None, settings.gradient_accumulation_steps or 1
-    total, _, steps = settings.batch_sizes(num_shards, shards_from=f"axis {axis_name!r} of the mesh")
+    names = " x ".join(map(repr, axes.names))
+    total, _, steps = settings.batch_sizes(
+        axis_size(mesh, axes.batch), shards_from=f"axis {names} of the mesh"
+    )
     return total, steps
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from zero2jax.mesh import AxisName
 from zero2jax.pytrees import PyTree
 
 LossFn = Callable[..., Any]
@@ -150,8 +151,8 @@ def over_microbatches(stacked: LossTerms) -> LossTerms:
     )
 
 
-def over_devices(terms: LossTerms, axis_name: str) -> LossTerms:
-    """Sums over a mesh axis (frozen leaves: means or maxima). Per-device code."""
+def over_devices(terms: LossTerms, axis_name: AxisName) -> LossTerms:
+    """Sums over mesh axes (frozen leaves: means or maxima). Per-device code."""
     summed = jax.lax.psum(terms._replace(frozen=None), axis_name)
     frozen = jax.tree.map(
         lambda x: (

@@ -1,10 +1,12 @@
 """Device meshes with Auto axes, and the checks every other module makes of a mesh.
 
 `jax.make_mesh` makes Explicit axes by default; sharding constraints, on which the optimizer step relies, need
-Auto ones. The axis that state is sharded over is called `data` everywhere; further axes (`model`, ...) stay
-automatic and belong to the user.
+Auto ones. The axis that state is sharded over is called `data` everywhere. An axis `replica` makes groups of devices
+(hosts, say) that each hold the state; `DataAxes` says how. Further axes (`model`, ...) stay automatic and belong to the
+user.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -14,6 +16,71 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 DATA_AXIS = "data"
+REPLICA_AXIS = "replica"
+
+AxisName = str | tuple[str, ...]
+"""One mesh axis, or several as an entry of a PartitionSpec joins them, the first outermost."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataAxes:
+    """The mesh axes over whose devices the batch is cut, and those that the state at rest is cut over.
+
+    Without a replica axis both are the data axis. With one, parameters are still gathered and gradients scattered over
+    the data axis only, inside a group; what crosses groups is a shard of the gradients, once per step.
+
+      state whole in each group   12 P / N bytes at rest (MiCS, arXiv:2205.00119; hybrid sharding in PyTorch's FSDP)
+      state over all devices      12 P / (N R) at rest, and P / N parameters in the compute dtype during the step,
+                                  gathered over the groups once (like the secondary partition of ZeRO++,
+                                  arXiv:2306.10209, section 4.1)
+
+    Attributes:
+      shard: the data axis, of size N.
+      replica: the axis of the groups, of size R, or None.
+      rest_over_replicas: the state at rest is cut over the groups too.
+    """
+
+    shard: str = DATA_AXIS
+    replica: str | None = None
+    rest_over_replicas: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them, the groups first."""
+        return (self.shard,) if self.replica is None else (self.replica, self.shard)
+
+    @property
+    def batch(self) -> AxisName:
+        """What the leading dim of a batch is cut over."""
+        return self.shard if self.replica is None else self.names
+
+    @property
+    def rest(self) -> AxisName:
+        """What the sharded dim of a leaf at rest is cut over: inside a group first, then over the groups."""
+        if self.rest_over_replicas and self.replica is not None:
+            return (self.shard, self.replica)
+        return self.shard
+
+
+def data_axes(mesh: Mesh, axis_name: str = DATA_AXIS, *, rest_over_replicas: bool = False) -> DataAxes:
+    """The data axes of a mesh, after `check_mesh`; an axis called `replica` makes groups.
+
+    Raises:
+      ValueError: the mesh cannot be used, or has no replica axis to cut the state over.
+    """
+    check_mesh(mesh, axis_name)
+    replica = REPLICA_AXIS if REPLICA_AXIS in mesh.shape and axis_name != REPLICA_AXIS else None
+    if rest_over_replicas and replica is None:
+        raise ValueError(
+            f"cutting the state over groups of devices: the mesh has the axes {dict(mesh.shape)} and none called "
+            f"{REPLICA_AXIS!r}. Make one with zero2jax.make_mesh({REPLICA_AXIS}=..., {axis_name}=...)."
+        )
+    return DataAxes(axis_name, replica, rest_over_replicas)
+
+
+def axis_size(mesh: Mesh, axes: AxisName) -> int:
+    """The number of devices along one axis, or along several together."""
+    return math.prod(mesh.shape[name] for name in ((axes,) if isinstance(axes, str) else axes))
 
 
 def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axes: int) -> Mesh:

@@ -166,7 +166,7 @@ def prepare_plan(program: Program, config: Source | None, settings: PlanSettings
             f"planning for {settings.target.name}: it has no bf16 arithmetic, and the step computes in bf16. Compute "
             f"in fp16 or fp32 there (the `fp16` block, or neither block, of the configuration)."
         )
-    check_batch(program.batch, engine.num_shards, engine.num_microbatches, engine.batch_size)
+    check_batch(program.batch, engine.num_batch_shards, engine.num_microbatches, engine.batch_size)
     return PreparedPlan(program, settings, engine, tuple(dict.fromkeys(str(w.message) for w in caught)))
 
 
@@ -191,7 +191,7 @@ def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanRepor
     def over_data(c: Collective) -> bool:
         # what the optimizer communicates runs outside of the engine's shard_map
         inside = not c.op_name or "shard_map" in c.op_name
-        return inside and engine.axis_name in found.axis(c).split("+")
+        return inside and not set(engine.axes.names).isdisjoint(found.axis(c).split("+"))
 
     lifetimes = walk(found.module, _argument_class, over_data)
     rate = lambda c: target.bytes_per_s(c.kind, found.across(c))

@@ -14,7 +14,8 @@ exists. Two modes:
   held (stage 2)      a parameter appears once per scope and before a `jax.checkpoint`, whose saved input it becomes
                       (a stack that is scanned over inside is gathered before and appears inside, layer by layer)
   regather (stage 3)  it appears inside the `jax.checkpoint`, whose backward pass gathers it again; outside of one,
-                      each operation that uses it is wrapped in a `jax.checkpoint` of its own
+                      each operation whose backward pass reads it is wrapped in a `jax.checkpoint` of its own,
+                      unless the parameter is small
 
 The port is never read: it gives the cotangent a place, a shape and a dtype. Differentiate with respect to the
 ports. A source may also be whole already (gathered once per step); then only the backward half is left.
@@ -48,7 +49,7 @@ class Use:
       path: the parameter's name.
       dim: sharded dim of what will appear; None for a leaf that every device holds whole.
       size: true size of that dim.
-      num_shards: N.
+      num_shards: N; a shard is padded so that the dim divides by it.
       placement: other mesh axes of each dim.
       dtype: dtype of what appears.
       axis_name: axis to gather and reduce over.
@@ -145,6 +146,13 @@ class Standin:
         return x
 
     @property
+    def size(self) -> int:
+        """How many elements appear."""
+        if self.use.gathered or self.use.dim is None:
+            return self.source.size
+        return self.source.size // self.source.shape[self.use.dim] * self.use.size
+
+    @property
     def keeps_layers(self) -> bool:
         """Whether what is pending commutes with taking layers out of a stack."""
         return all(eqn.primitive.name == "convert_element_type" for eqn in self.pending)
@@ -224,7 +232,8 @@ def _apply(eqn: Any, operands: list[Any], mode: Mode) -> Sequence[Any]:
         if len(operands) == 1 and (cast or (not mode.holds and eqn.primitive.name in _DEFERRABLE)):
             origin = first.origin or first
             return [dataclasses.replace(first, pending=(*first.pending, eqn), origin=origin, value=None)]
-    if mode.holds or jaxprs.has_body(eqn):
+    cheap = eqn.primitive.name in _LINEAR or (not mode.in_loop and all(x.size <= _SMALL for x in standins))
+    if mode.holds or cheap or jaxprs.has_body(eqn):
         return jaxprs.bind(eqn, [_force(x, mode) for x in operands])
     return _recomputing(
         lambda *xs: jaxprs.bind(eqn, [_force(x, mode) for x in xs]), operands, prevent_cse=not mode.in_loop
@@ -235,6 +244,14 @@ def _apply(eqn: Any, operands: list[Any], mode: Mode) -> Sequence[Any]:
 _DEFERRABLE = frozenset(
     {"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "slice"}
 )
+
+# Operations whose backward pass does not read the parameter, so there is nothing to gather again.
+_LINEAR = _DEFERRABLE | {"add", "add_any", "concatenate", "copy", "dynamic_slice", "gather", "neg", "pad"}
+_LINEAR |= {"reduce_sum", "rev", "select_n", "sub"}
+
+# Outside of loops a parameter with at most this many elements is kept for the backward pass: gathering it again
+# costs more than it holds (DeepSpeed's default of `stage3_param_persistence_threshold`).
+_SMALL = 100_000
 
 
 def _recomputing(
@@ -259,6 +276,8 @@ def _checkpoint(eqn: Any, operands: list[Any], mode: Mode) -> Sequence[jax.Array
     if not mode.regather:
         depths = _depths(jaxprs.body(eqn))
         operands = [_held(x, depth, mode) for x, depth in zip(operands, depths, strict=True)]
+        if not any(isinstance(x, Standin) for x in operands):
+            return jaxprs.bind(eqn, operands)
     saves_nothing = options["policy"] in (None, jax.checkpoint_policies.nothing_saveable)
     inner_mode = dataclasses.replace(mode, recomputed=mode.recomputed or saves_nothing)
     return _recomputing(lambda *xs: _evaluate(jaxprs.body(eqn), xs, inner_mode), operands, **options)

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero2jax.mesh import DATA_AXIS
+from zero2jax.mesh import DATA_AXIS, AxisName
 from zero2jax.pytrees import PyTree, check_same_structure, path_string
 
 Placement = tuple[Any, ...]  # one PartitionSpec entry per dim: None, an axis name or a tuple of axis names
@@ -76,14 +76,14 @@ class LeafPlan:
         """Bytes of padding in the global array."""
         return (math.prod(self.rest_shape) - math.prod(self.shape)) * int(self.dtype.itemsize)
 
-    def spec(self, axis_name: str = DATA_AXIS) -> P:
+    def spec(self, axis_name: AxisName = DATA_AXIS) -> P:
         """PartitionSpec over every axis of the mesh, true and rest shape alike."""
         entries = list(self.model_spec) or [None] * len(self.shape)
         if self.dim is not None:
             entries[self.dim] = axis_name
         return _trimmed(entries)
 
-    def manual_spec(self, axis_name: str = DATA_AXIS) -> P:
+    def manual_spec(self, axis_name: AxisName = DATA_AXIS) -> P:
         """PartitionSpec over the data axis alone: what `shard_map`, manual over that axis, is told."""
         return P() if self.dim is None else P(*[None] * self.dim, axis_name)
 
@@ -92,13 +92,13 @@ class LeafPlan:
 class ShardPlan:
     """The plan of a whole pytree: its leaves' plans in the order of `jax.tree.leaves`, and its structure.
 
-    `num_shards` is N, `axis_name` the mesh axis of that size, `whole` why no leaf at all is sharded (stage 0).
+    `num_shards` is N, `axis_name` the mesh axis or axes of that size, `whole` why no leaf at all is sharded.
     """
 
     leaves: tuple[LeafPlan, ...]
     treedef: Any
     num_shards: int
-    axis_name: str = DATA_AXIS
+    axis_name: AxisName = DATA_AXIS
     whole: str = ""
 
     @property
@@ -173,7 +173,7 @@ def make_shard_plan(
     layer_dims: PyTree | None = None,
     param_specs: PyTree | None = None,
     whole: str = "",
-    axis_name: str = DATA_AXIS,
+    axis_name: AxisName = DATA_AXIS,
 ) -> ShardPlan:
     """Decide for every leaf which dim is sharded, or why none is.
 
@@ -183,7 +183,7 @@ def make_shard_plan(
       layer_dims: number of leading layer dims per leaf, an int for all or a tree of ints; None means 0.
       param_specs: a PartitionSpec (or None) per leaf for the other mesh axes, as for `jax.jit`.
       whole: if not empty, no leaf is sharded, and this is the reason given.
-      axis_name: mesh axis of size N.
+      axis_name: mesh axis of size N, or several axes of that size together.
 
     Example:
       >>> plan = make_shard_plan({"w": jax.ShapeDtypeStruct((1305, 64), jnp.float32)}, 8)
@@ -215,7 +215,7 @@ def _plan_leaf(
     layer_dims: int,
     spec: P | None,
     whole: str,
-    axis_name: str,
+    axis_name: AxisName,
 ) -> LeafPlan:
     model_spec = _full_spec(path, shape, spec, axis_name)
     layer_dims = min(layer_dims, len(shape))
@@ -243,26 +243,32 @@ def _plan_leaf(
     return LeafPlan(path, tuple(shape), _dtype(dtype), num_shards, dim, reason, layer_dims, model_spec)
 
 
-def _full_spec(path: str, shape: tuple[int, ...], spec: P | None, axis_name: str) -> Placement:
+def _full_spec(path: str, shape: tuple[int, ...], spec: P | None, axis_name: AxisName) -> Placement:
     entries = tuple(spec) if spec is not None else ()
     if len(entries) > len(shape):
         raise ValueError(
             f"reading param_specs for {path!r} of shape {shape}: {spec} has {len(entries)} entries and the leaf has "
             f"{len(shape)} dims. Give at most one entry per dim."
         )
-    if any(axis_name in (e if isinstance(e, tuple) else (e,)) for e in entries):
+    taken = [name for entry in entries for name in _axis_names(entry) if name in _axis_names(axis_name)]
+    if taken:
         raise ValueError(
-            f"reading param_specs for {path!r}: {spec} names the axis {axis_name!r}, which the shard plan decides "
+            f"reading param_specs for {path!r}: {spec} names the axis {taken[0]!r}, which the shard plan decides "
             f"about. Name only the other mesh axes (tensor parallelism)."
         )
     return (*entries, *[None] * (len(shape) - len(entries)))
 
 
-def check_model_axes(plan: ShardPlan, mesh: Mesh) -> None:
-    """Raise a ValueError for model specs that name an unknown axis or a dim that does not divide."""
+def check_model_axes(plan: ShardPlan, mesh: Mesh, taken: Sequence[str] = ()) -> None:
+    """Raise a ValueError for model specs that name an unknown or a `taken` axis, or a dim that does not divide."""
     for leaf in plan.leaves:
         for size, entry in zip(leaf.shape, leaf.model_spec, strict=True):
             names = _axis_names(entry)
+            if not set(taken).isdisjoint(names):
+                raise ValueError(
+                    f"placing {leaf.path!r} of shape {leaf.shape} by {P(*leaf.model_spec)}: the axes {list(taken)} "
+                    f"hold different examples. Name only the other mesh axes (tensor parallelism) in param_specs."
+                )
             unknown = [n for n in names if n not in mesh.shape]
             if unknown:
                 raise ValueError(

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh
 
 from zero2jax import padding
-from zero2jax.mesh import replicated
+from zero2jax.mesh import DataAxes, axis_size, replicated
 from zero2jax.optimizer import refuse_multi_steps
 from zero2jax.precision import master_dtype
 from zero2jax.pytrees import LeafPredicate, PyTree, path_string, select_leaves
@@ -74,7 +74,7 @@ def make_layout(
     tx: optax.GradientTransformation,
     mesh: Mesh,
     *,
-    axis_name: str,
+    axes: DataAxes,
     whole: str,
     layer_dims: PyTree,
     trainable: PyTree | LeafPredicate | None,
@@ -86,7 +86,7 @@ def make_layout(
       shapes: tree of parameter shapes and dtypes, as the user gives them.
       tx: optimizer; its state is planned from `tx.init`'s output shapes.
       mesh: device mesh.
-      axis_name: axis to shard over.
+      axes: the data axes of the mesh.
       whole: reason why nothing is sharded, or empty.
       layer_dims: leading layer dims per leaf.
       trainable: tree of booleans or predicate; None means every leaf.
@@ -107,13 +107,13 @@ def make_layout(
     )
     plan = make_shard_plan(
         rest,
-        int(mesh.shape[axis_name]),
+        axis_size(mesh, axes.rest),
         layer_dims=layer_dims,
         param_specs=param_specs,
         whole=whole,
-        axis_name=axis_name,
+        axis_name=axes.rest,
     )
-    check_model_axes(plan, mesh)
+    check_model_axes(plan, mesh, axes.names)
     opt_shapes = jax.eval_shape(tx.init, select(rest, flags))
     refuse_multi_steps(opt_shapes)
     return Layout(plan, plan_like(opt_shapes, plan), flags)

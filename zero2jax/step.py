@@ -1,12 +1,13 @@
 """One training step as a pure function of global arrays, and the loss without an update. Not jitted here.
 
-Inside, `gradients` runs under a `shard_map` that is manual over the data axis. Its gradient shards leave as global
+Inside, `gradients` runs under a `shard_map` that is manual over the data axes. Its gradient shards leave as global
 arrays sharded over that axis, and the optimizer is plain optax on global arrays of true shape. So every optax
 transformation is right; for elementwise ones the compiler finds nothing to communicate but the scalar of a global
 norm, and for others it inserts what they need.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,12 +20,13 @@ from jax.sharding import PartitionSpec as P
 from zero2jax import losses, padding
 from zero2jax.gradients import (
     GradientSettings,
-    gather_params,
     layer_dims_of_loss,
     local_gradients,
     local_loss,
+    whole_params,
 )
 from zero2jax.losses import Loss, LossTerms, SliceKey
+from zero2jax.mesh import axis_size
 from zero2jax.optimizer import learning_rate
 from zero2jax.pytrees import PyTree, check_same_structure, path_string
 from zero2jax.state import Layout, TrainState, merge
@@ -124,15 +126,12 @@ class StepProgram:
         plan = self.layout.params
         settings = dataclasses.replace(self.settings, trainable=(False,) * len(plan.leaves))
 
-        def local(params: PyTree) -> PyTree:
-            return plan.treedef.unflatten(gather_params(settings, plan.treedef.flatten_up_to(params)))
-
         gathered = jax.shard_map(
-            local,
+            functools.partial(whole_params, settings),
             mesh=self.mesh,
             in_specs=(plan.manual_specs(),),
             out_specs=P(),
-            axis_names={plan.axis_name},
+            axis_names=set(settings.axes.names),
             check_vma=False,
         )
         return gathered(params)
@@ -149,14 +148,14 @@ class StepProgram:
         return found[0]
 
     def per_device(self, local: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-        """`local(params, batch, rng)` under a `shard_map` that is manual over the data axis alone."""
-        plan = self.layout.params
+        """`local(params, batch, rng)` under a `shard_map` that is manual over the data axes alone."""
+        axes = self.settings.axes
         return jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=(plan.manual_specs(), P(plan.axis_name), P()),
+            in_specs=(self.layout.params.manual_specs(), P(axes.batch), P()),
             out_specs=out_specs,
-            axis_names={plan.axis_name},
+            axis_names=set(axes.names),
             # typed replication would sum the gradient of a replicated value by an all-reduce of its own
             check_vma=False,
         )
@@ -175,7 +174,7 @@ class StepProgram:
         grads = padding.cut(sub_plan.treedef.unflatten(grads), sub_plan, self.mesh)
         scale = jnp.where(weight == 0, 0, 1 / weight)  # a batch without weight has no gradient
         if self.sum_over_devices:
-            scale = scale * plan.num_shards
+            scale = scale * axis_size(self.mesh, self.settings.axes.batch)
         return jax.tree.map(lambda g, p: g.astype(p.dtype) * scale.astype(p.dtype), grads, like)
 
     def _with_frozen(self, params: PyTree, frozen: PyTree) -> PyTree:
