@@ -1,6 +1,8 @@
 """ZeRO for JAX: optimizer state, gradients and parameters sharded over a data-parallel mesh."""
 
 from zero2jax.audit import Audit, assert_collectives, audit
+from zero2jax.checkpoint import Checkpointer
+from zero2jax.checkpoint_format import CheckpointError
 from zero2jax.config import (
     Config,
     ConfigError,
@@ -23,6 +25,8 @@ from zero2jax.state import TrainState
 
 __all__ = [
     "Audit",
+    "CheckpointError",
+    "Checkpointer",
     "Config",
     "ConfigError",
     "ConfigWarning",

@@ -80,7 +80,7 @@ def initialize(
     for note in device_notes(settings, int(mesh.shape[axis_name])):
         warnings.warn(note, ConfigWarning, stacklevel=2)
     batch_size, num_microbatches = _batch(settings, mesh, axes)
-    return Engine(
+    engine = Engine(
         loss_fn,
         _optimizer(settings, tx, use_muon),
         mesh,
@@ -101,6 +101,8 @@ def initialize(
         or (settings.zero_optimization.zero_hpz_partition_size > 1 and axes.replica is not None),
         compiler_options=_options(settings, mesh),
     )
+    engine.config = dict(settings.source)
+    return engine
 
 
 def _mesh(settings: Config, mesh: Mesh | None, axis_name: str) -> Mesh:
