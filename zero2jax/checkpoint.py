@@ -11,7 +11,6 @@ import errno
 import os
 import shutil
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +31,14 @@ from zero2jax.checkpoint_format import (
     list_steps,
 )
 from zero2jax.checkpoint_match import Selection, match_leaves
-from zero2jax.checkpoint_state import HostBlock, host_blocks, read_leaf, restored_state, state_leaves
+from zero2jax.checkpoint_state import (
+    HostBlock,
+    default_key_impl,
+    host_blocks,
+    read_leaf,
+    restored_state,
+    state_leaves,
+)
 from zero2jax.engine import Engine
 from zero2jax.pytrees import PyTree
 from zero2jax.state import TrainState
@@ -87,7 +93,9 @@ class Checkpointer:
             )
         for name, value in {"max_to_keep": max_to_keep, "save_interval_steps": save_interval_steps}.items():
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"building a Checkpointer: {name} is {value!r}; it must be a number of at least 1.")
+                raise ValueError(
+                    f"building a Checkpointer: {name} is {value!r}; it must be a number of at least 1."
+                )
         self.directory = Path(directory).absolute()
         self.engine = engine
         self.save_interval_steps = save_interval_steps
@@ -117,7 +125,8 @@ class Checkpointer:
           TypeError: `extra` holds something else.
         """
         with self._lock:
-            if self._manager is None or self.engine is None:
+            manager = self._manager
+            if manager is None or self.engine is None:
                 raise CheckpointError(
                     f"saving step {step} to {self.directory}: this Checkpointer was built without an engine, to read. "
                     f"Build it as Checkpointer(directory, engine)."
@@ -134,7 +143,7 @@ class Checkpointer:
             info = {**self._info(self.engine), "step": step, "extra": encoded}
             item = checkpoint_handler.SaveState(leaves, info, self._asynchronous)
             self._saving = step
-            self._guarded(lambda: self._manager.save(step, args=checkpoint_handler.composite(item), force=True))
+            self._guarded(lambda: manager.save(step, args=checkpoint_handler.composite(item), force=True))
             if not self._asynchronous:
                 self.wait()
             return True
@@ -279,7 +288,7 @@ class Checkpointer:
                 "batch_size": engine.batch_size,
                 "seed": engine.seed,
             },
-            "rng_impl": str(jax.config.jax_default_prng_impl),
+            "rng_impl": default_key_impl(),
             "frozen_saved": self._save_frozen,
         }
 
@@ -292,8 +301,8 @@ class Checkpointer:
             )
         if steps and step < steps[-1]:
             raise CheckpointError(
-                f"saving step {step} to {self.directory}: it holds later steps, {[s for s in steps if s > step]}, from a "
-                f"run that went further. Delete those folders, or continue in a new directory."
+                f"saving step {step} to {self.directory}: it holds later steps, {[s for s in steps if s > step]}, "
+                f"from a run that went further. Delete those folders, or continue in a new directory."
             )
 
     def _agreed(self, step: int | None) -> int | None:
@@ -321,11 +330,11 @@ class Checkpointer:
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             reason = "the disk is full" if full else str(error)
             latest = self.latest_step()
+            way_out = "Free space or lower max_to_keep" if full else "Resolve that"
             raise CheckpointError(
-                f"saving step {self._saving} to {self.directory}: {reason}. The state in memory is untouched and nothing "
-                f"of this step is kept; the latest complete checkpoint is "
-                f"{'none' if latest is None else f'step {latest}'}. "
-                f"{'Free space or lower max_to_keep, then save again.' if full else 'Save again once that is resolved.'}"
+                f"saving step {self._saving} to {self.directory}: {reason}. The state in memory is untouched and "
+                f"nothing of this step is kept; the latest complete checkpoint is "
+                f"{'none' if latest is None else f'step {latest}'}. {way_out}, then save again."
             ) from error
 
     def _forget_failed(self) -> None:

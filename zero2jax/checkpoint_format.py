@@ -15,6 +15,7 @@ SHA-256: a missing, shortened or altered file is refused by name and never read 
 
 import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -138,15 +139,21 @@ class Checkpoint:
         self._state = folder / ITEM
         content = self._read_manifest()
         try:
-            self._files = {name: (size, header, crc) for name, (size, header, crc) in content["files"].items()}
+            self._files = {
+                name: (size, header, crc) for name, (size, header, crc) in content["files"].items()
+            }
             leaves = {name: self._leaf(name, entry) for name, entry in content["leaves"].items()}
             self.step = int(content["step"])
             self._extra = content["extra"]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DamagedError(f"{self._reading(MANIFEST)}: it lacks what version {VERSION} has ({error!r}).") from error
+            raise DamagedError(
+                f"{self._reading(MANIFEST)}: it lacks what version {VERSION} has ({error!r})."
+            ) from error
         self.leaves = {name: leaf for name, leaf in leaves.items() if not name.startswith(EXTRA)}
         self._extra_leaves = {name: leaf for name, leaf in leaves.items() if name.startswith(EXTRA)}
-        self.info = {key: content.get(key) for key in ("versions", "config", "engine", "rng_impl", "frozen_saved")}
+        self.info = {
+            key: content.get(key) for key in ("versions", "config", "engine", "rng_impl", "frozen_saved")
+        }
         self.bytes_read = 0
         self._checked: set[str] = set()
         self._check_sizes()
@@ -187,7 +194,7 @@ class Checkpoint:
                 meet = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(block.box, box, strict=True)]
                 from_block = [slice(a - o, b - o) for (a, b), o in zip(meet, block.start, strict=True)]
                 to_out = [slice(a - o, b - o) for (a, b), (o, _) in zip(meet, box, strict=True)]
-                out[..., *to_out] = values[..., *from_block].astype(out.dtype, copy=False)
+                part_of(out, to_out)[...] = part_of(values, from_block)
 
         if len(jobs) < 2:
             for job in jobs:
@@ -199,7 +206,7 @@ class Checkpoint:
         """The values of one block, checked against its CRC-32; a fresh array."""
         self._check_header(block.file)
         data = self._bytes(block.file, block.offset, math.prod(block.shape) * leaf.dtype.itemsize)
-        if zlib.crc32(data) != block.crc:
+        if zlib.crc32(data.data) != block.crc:
             raise DamagedError(
                 f"{self._reading(block.file)}: leaf {leaf.name!r} does not have the checksum that it was saved with; "
                 f"bytes {block.offset} to {block.offset + data.nbytes} of the file were altered."
@@ -216,7 +223,7 @@ class Checkpoint:
         for file in self._files:
             self._check_header(file)
         for leaf in [*self.leaves.values(), *self._extra_leaves.values()]:
-            _run(lambda block, leaf=leaf: self.read_block(leaf, block), leaf.blocks)
+            _run(functools.partial(self.read_block, leaf), leaf.blocks)
 
     def _bytes(self, file: str, offset: int, num_bytes: int) -> np.ndarray:
         data = np.empty(num_bytes, np.uint8)
@@ -254,7 +261,9 @@ class Checkpoint:
         return content
 
     def _leaf(self, name: str, entry: Mapping[str, Any]) -> SavedLeaf:
-        blocks = tuple(Block(f, o, tuple(start), tuple(shape), crc) for f, o, start, shape, crc in entry["blocks"])
+        blocks = tuple(
+            Block(f, o, tuple(start), tuple(shape), crc) for f, o, start, shape, crc in entry["blocks"]
+        )
         dtype = safetensors_file.dtype_from_name(entry["dtype"])
         shape = tuple(entry["shape"])
         return SavedLeaf(name, dtype, shape, blocks, entry.get("trainable"), entry.get("key_impl"))
@@ -272,12 +281,20 @@ class Checkpoint:
             return
         _, num_bytes, crc = self._files[file]
         data = self._bytes(file, 0, num_bytes)
-        if zlib.crc32(data) != crc:
+        if zlib.crc32(data.data) != crc:
             raise DamagedError(f"{self._reading(file)}: its first {num_bytes} bytes were altered.")
         self._checked.add(file)
 
 
-def cut_into_blocks(start: Sequence[int], shape: Sequence[int], itemsize: int, limit: int = BLOCK_BYTES) -> list[Box]:
+def part_of(x: np.ndarray, slices: Sequence[slice]) -> np.ndarray:
+    """A view of a part of an array, also of one without dims."""
+    index: Any = (..., *slices)
+    return x[index]
+
+
+def cut_into_blocks(
+    start: Sequence[int], shape: Sequence[int], itemsize: int, limit: int = BLOCK_BYTES
+) -> list[Box]:
     """Boxes of at most `limit` bytes (or one element) that cover a box, in C order; none for an empty box.
 
     Cut along the first dims, so that a block is contiguous in the box.
@@ -302,7 +319,9 @@ def list_steps(directory: Path) -> list[int]:
     """The steps whose checkpoints in `directory` are complete, in order."""
     if not directory.is_dir():
         return []
-    return sorted(int(p.name) for p in directory.iterdir() if p.name.isdecimal() and (p / ITEM / MANIFEST).exists())
+    return sorted(
+        int(p.name) for p in directory.iterdir() if p.name.isdecimal() and (p / ITEM / MANIFEST).exists()
+    )
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Path:
@@ -324,8 +343,8 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
         there = f"it holds {sorted(p.name for p in path.iterdir())[:5] or 'nothing'}"
     wanted = "a checkpoint" if step is None else f"step {step}"
     raise CheckpointError(
-        f"looking for {wanted} in {path}: {there}. Give the directory that a zero2jax.Checkpointer saved to, and a step "
-        f"that is in it."
+        f"looking for {wanted} in {path}: {there}. Give the directory that a zero2jax.Checkpointer saved to, and a "
+        f"step that is in it."
     )
 
 

@@ -32,7 +32,7 @@ from zero2jax.safetensors_file import Tensor, write
 LeafBlocks = tuple[SavedLeaf, list[HostBlock]]
 
 
-class StateHandler(ocp.AsyncCheckpointHandler):
+class StateHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
     """Writes the blocks of this process in a thread; the primary process writes the manifest when all have."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):
 
 @ocp.args.register_with_handler(StateHandler, for_save=True)
 @dataclasses.dataclass
-class SaveState(ocp.args.CheckpointArgs):
+class SaveState(ocp.args.CheckpointArgs):  # type: ignore[misc]
     """What to save: a function that brings the blocks to the host, the manifest's remarks, and when to write.
 
     A function, because Orbax first waits for the save before: there is one copy on the host, not two.
@@ -79,7 +79,7 @@ class SaveState(ocp.args.CheckpointArgs):
 
 @ocp.args.register_with_handler(StateHandler, for_restore=True)
 @dataclasses.dataclass
-class RestoreState(ocp.args.CheckpointArgs):
+class RestoreState(ocp.args.CheckpointArgs):  # type: ignore[misc]
     """Orbax wants a counterpart of `SaveState`."""
 
 
@@ -150,6 +150,7 @@ def make_manager(directory: Path, max_to_keep: int | None, timeout_s: int) -> oc
             cleanup_tmp_directories=True,
             lightweight_initialize=True,
             save_root_metadata=False,
+            atomicity_options=ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.ATOMIC_RENAME),
             async_options=ocp.options.AsyncOptions(
                 timeout_secs=timeout_s, create_directories_asynchronously=False
             ),

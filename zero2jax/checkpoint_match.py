@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from zero2jax.checkpoint_format import Checkpoint, CheckpointError, SavedLeaf
-from zero2jax.checkpoint_state import StateLeaf
+from zero2jax.checkpoint_state import StateLeaf, default_key_impl
 from zero2jax.pytrees import LeafPredicate
 
 Selection = str | Sequence[str] | LeafPredicate
@@ -60,7 +60,7 @@ def match_leaves(
         rest = [leaf for name, leaf in checkpoint.leaves.items() if name not in used]
         left_over = [str(leaf) for leaf in rest if chosen(leaf.name, leaf)]
     _refuse(checkpoint, missing, left_over, different)
-    impl = str(jax.config.jax_default_prng_impl)
+    impl = default_key_impl()
     if "rng" in used and checkpoint.info["rng_impl"] != impl:
         raise CheckpointError(
             f"restoring {checkpoint.folder}: its random keys are of {checkpoint.info['rng_impl']!r} and this program's "
@@ -114,7 +114,11 @@ def _below(name: str, prefix: str) -> bool:
 def _fits(source: SavedLeaf, leaf: StateLeaf) -> bool:
     if leaf.is_key or source.key_impl:
         same = source.key_impl is not None and _key_dtype(source.key_impl) == leaf.rest.dtype
-        return same and source.shape[: len(leaf.shape)] == leaf.shape and len(source.shape) == len(leaf.shape) + 1
+        return (
+            same
+            and source.shape[: len(leaf.shape)] == leaf.shape
+            and len(source.shape) == len(leaf.shape) + 1
+        )
     floating = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (source.dtype, leaf.rest.dtype))
     return source.shape == leaf.shape and (floating or source.dtype == leaf.rest.dtype)
 

@@ -6,6 +6,7 @@ Neither direction builds a whole leaf that does not rest whole.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero2jax.checkpoint_format import Box, Checkpoint, CheckpointError, SavedLeaf, cut_into_blocks
+from zero2jax.checkpoint_format import Box, Checkpoint, CheckpointError, SavedLeaf, cut_into_blocks, part_of
 from zero2jax.pytrees import path_string
 from zero2jax.state import Layout, TrainState
 
@@ -100,12 +101,12 @@ def host_blocks(leaf: StateLeaf, x: jax.Array, *, copy: bool) -> tuple[SavedLeaf
         if 0 in extent:
             continue
         # Padding is at the end, so the true part of a shard begins where the shard does.
-        host = np.asarray(shard.data)[..., *(slice(0, n) for n in extent)]
+        host = part_of(np.asarray(shard.data), [slice(0, n) for n in extent])
         if copy and (shard.device.platform == "cpu" or x.sharding.memory_kind != "device"):
             host = np.array(host)  # NumPy may look at the very memory that the next step donates
         for block in cut_into_blocks([a for a, _ in box], extent, saved.dtype.itemsize):
             inside = [slice(a - o, b - o) for (a, b), (o, _) in zip(block, box, strict=True)]
-            blocks.append(HostBlock(saved, block, host[..., *inside]))
+            blocks.append(HostBlock(saved, block, part_of(host, inside)))
     return saved, blocks
 
 
@@ -151,15 +152,23 @@ def _read_boxes(
         keys.append(whole)
         if whole not in shards:
             shards[whole] = np.zeros([b - a for a, b in whole], rest.dtype)
-            part = shards[whole][..., *(slice(0, b - a) for a, b in box)]
+            part = part_of(shards[whole], [slice(0, b - a) for a, b in box])
             if part.size:
                 targets.append((box, part))
     checkpoint.fill(saved, targets)
     # A device of a CPU may keep the array it is given, and the state is donated: never give one to two devices.
     first = {key: i for i, key in reversed(list(enumerate(keys)))}
-    return [
-        (lambda i=i, key=key: shards[key] if first[key] == i else shards[key].copy()) for i, key in enumerate(keys)
-    ]
+
+    def shard(i: int) -> np.ndarray:
+        found = shards[keys[i]]
+        return found if first[keys[i]] == i else found.copy()
+
+    return [functools.partial(shard, i) for i in range(len(keys))]
+
+
+def default_key_impl() -> str:
+    """The implementation of random keys that this program uses where it names none."""
+    return str(jax.random.key_impl(jax.random.key(0)))
 
 
 def _true_box(index: tuple[slice, ...], rest_shape: tuple[int, ...], shape: tuple[int, ...]) -> Box:
@@ -169,4 +178,3 @@ def _true_box(index: tuple[slice, ...], rest_shape: tuple[int, ...], shape: tupl
         start, stop, _ = (index[i] if i < len(index) else slice(None)).indices(rest)
         box.append((min(start, true), min(stop, true)))
     return tuple(box)
-

@@ -85,7 +85,9 @@ def dtype_from_name(name: str) -> np.dtype:
     try:
         return np.dtype(getattr(ml_dtypes, name, name))
     except TypeError as error:
-        raise FileError(f"reading a dtype: {name!r} is unknown to this version of NumPy and ml_dtypes.") from error
+        raise FileError(
+            f"reading a dtype: {name!r} is unknown to this version of NumPy and ml_dtypes."
+        ) from error
 
 
 def make_header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> tuple[bytes, tuple[Tensor, ...]]:
@@ -181,7 +183,9 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         ) from error
     end = max((t.offset + t.num_bytes for t in found.values()), default=_LENGTH_BYTES + length)
     if size != end:
-        raise FileError(f"reading {path}: it has {size} bytes and its header says {end}. The file is damaged.")
+        raise FileError(
+            f"reading {path}: it has {size} bytes and its header says {end}. The file is damaged."
+        )
     return found, metadata
 
 
@@ -201,11 +205,13 @@ def read_at(path: Path, offset: int, out: np.ndarray) -> None:
     try:
         with path.open("rb", buffering=0) as file:
             file.seek(offset)
-            view, filled = memoryview(out), 0
+            view, filled = out.data, 0
             while filled < out.nbytes:
                 count = file.readinto(view[filled:])
                 if not count:
-                    raise FileError(f"reading {path}: it ends at byte {offset + filled}. The file is cut short.")
+                    raise FileError(
+                        f"reading {path}: it ends at byte {offset + filled}. The file is cut short."
+                    )
                 filled += count
     except OSError as error:
         raise FileError(f"reading {path}: {error.strerror}.") from error
@@ -213,7 +219,7 @@ def read_at(path: Path, offset: int, out: np.ndarray) -> None:
 
 def raw_bytes(x: np.ndarray) -> memoryview:
     """The bytes of an array in C order; a copy only if it is not contiguous."""
-    return memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
 
 
 def _tensor(name: str, entry: Mapping[str, Any], data_start: int) -> Tensor:
