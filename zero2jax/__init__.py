@@ -19,11 +19,13 @@ from zero2jax.mesh import make_mesh
 from zero2jax.plan_report import PlanReport
 from zero2jax.planner import Program, plan
 from zero2jax.precision import Precision
+from zero2jax.preemption import PREEMPTED_EXIT_CODE, Preemption
 from zero2jax.shard_optimizer import shard_optimizer
 from zero2jax.shard_plan import LeafPlan, ShardPlan, make_shard_plan
 from zero2jax.state import TrainState
 
 __all__ = [
+    "PREEMPTED_EXIT_CODE",
     "Audit",
     "CheckpointError",
     "Checkpointer",
@@ -36,6 +38,7 @@ __all__ = [
     "MemoryReport",
     "PlanReport",
     "Precision",
+    "Preemption",
     "Program",
     "ShardPlan",
     "TrainState",
