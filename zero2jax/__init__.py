@@ -13,6 +13,7 @@ from zero2jax.config import (
 )
 from zero2jax.engine import Engine
 from zero2jax.estimate import Estimate, estimate
+from zero2jax.export import export_checkpoint, load_exported
 from zero2jax.initialize import initialize
 from zero2jax.memory import MemoryReport, live_bytes
 from zero2jax.mesh import make_mesh
@@ -46,9 +47,11 @@ __all__ = [
     "assert_collectives",
     "audit",
     "estimate",
+    "export_checkpoint",
     "initialize",
     "live_bytes",
     "load_config",
+    "load_exported",
     "make_mesh",
     "make_shard_plan",
     "plan",

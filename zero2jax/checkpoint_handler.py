@@ -89,7 +89,9 @@ def write_process_file(folder: Path, leaves: Sequence[LeafBlocks]) -> None:
     file = f"{stem}.safetensors"
     blocks = [block for _, leaf_blocks in leaves for block in leaf_blocks]
     tensors = [Tensor(_block_name(b), b.leaf.dtype, b.value.shape) for b in blocks]
-    written = write(folder / file, tensors, lambda i: blocks[i].value, {"format": f"{FORMAT}, blocks"})
+    written = write(
+        folder / file, tensors, lambda i: blocks[i].value, metadata={"format": f"{FORMAT}, blocks"}
+    )
     entries: dict[str, Any] = {leaf.name: as_json(leaf) for leaf, _ in leaves}
     for block, tensor, crc in zip(blocks, written.tensors, written.crcs, strict=True):
         start, shape = [a for a, _ in block.box], list(block.value.shape)

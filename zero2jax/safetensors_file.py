@@ -67,7 +67,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What `write` put into a file: the tensors at their offsets, a CRC-32 per tensor and one of the header."""
+    """What `write` put into a file: the tensors at their offsets, a CRC-32 per piece and one of the header."""
 
     tensors: tuple[Tensor, ...]
     crcs: tuple[int, ...]
@@ -121,28 +121,39 @@ def write(
     path: Path,
     tensors: Sequence[Tensor],
     value: Callable[[int], np.ndarray],
+    *,
+    pieces: Sequence[tuple[int, int]] | None = None,
     metadata: Mapping[str, str] | None = None,
+    num_threads: int = NUM_THREADS,
 ) -> Written:
-    """Write a file, `value(i)` being asked for the i-th tensor when its turn comes, from `NUM_THREADS` threads.
+    """Write a file a piece at a time. It is flushed to the disk before this returns, and removed if anything fails.
 
-    The file is flushed to the disk before this returns, and removed if anything fails.
+    Args:
+      path: must not exist.
+      tensors: names, dtypes and shapes, in the order of the file; offsets are not looked at.
+      value: `value(i)` gives the values of the i-th piece when its turn comes, from one of the threads.
+      pieces: per piece, the index of its tensor and the bytes of the tensor before it; by default a piece per tensor.
+      metadata: strings for the header.
+      num_threads: threads that write.
 
     Raises:
       OSError: from the file system (disk full, no permission, the file exists).
     """
     header, placed = make_header(tensors, metadata or {})
+    where = [(i, 0) for i in range(len(placed))] if pieces is None else pieces
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         _write_at(descriptor, memoryview(header), 0)
 
         def write_one(i: int) -> int:
             data = raw_bytes(value(i))
-            assert data.nbytes == placed[i].num_bytes, (placed[i], data.nbytes)
-            _write_at(descriptor, data, placed[i].offset)
+            tensor, start = placed[where[i][0]], where[i][1]
+            assert start + data.nbytes <= tensor.num_bytes, (tensor, start, data.nbytes)
+            _write_at(descriptor, data, tensor.offset + start)
             return zlib.crc32(data)
 
-        with concurrent.futures.ThreadPoolExecutor(NUM_THREADS, "safetensors") as pool:
-            jobs = [pool.submit(write_one, i) for i in range(len(placed))]
+        with concurrent.futures.ThreadPoolExecutor(num_threads, "safetensors") as pool:
+            jobs = [pool.submit(write_one, i) for i in range(len(where))]
             try:
                 crcs = tuple(job.result() for job in jobs)
             finally:
