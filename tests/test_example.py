@@ -21,6 +21,8 @@ import data  # noqa: E402
 import model  # noqa: E402
 import train  # noqa: E402
 
+import zero2jax  # noqa: E402
+
 CONFIG = model.GPTConfig(num_layers=3, hidden=8, num_heads=2, context=12, vocab=256)
 
 
@@ -212,6 +214,53 @@ def test_train_follows_a_deepspeed_file_on_two_mesh_axes(tmp_path, text):
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["learning_rate"] == pytest.approx(3e-3)
     assert rows[1]["held_out_loss"] < rows[0]["held_out_loss"] < report["held_out_loss_before"]
+
+
+def test_train_stops_on_request_and_resumes_bitwise_with_its_data(tmp_path, text, monkeypatch):
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}, "zero_optimization": {"stage": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def args(name, **changes):
+        folder = tmp_path / name
+        paths = {
+            "out": folder,
+            "checkpoints": folder / "checkpoints",
+            "deepspeed_config": tmp_path / "config.json",
+        }
+        return train.Args(
+            steps=4, axes="data=4", text=text, report=False, save_every=2, **{**paths, **changes}
+        )
+
+    def losses(name):
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return {row["step"]: (row["loss"], row["held_out_loss"]) for row in rows}
+
+    train.main(args("whole"))
+    assert zero2jax.Checkpointer(tmp_path / "whole" / "checkpoints").all_steps() == [2, 4]
+    with monkeypatch.context() as patch:
+        patch.setattr(zero2jax.Preemption, "should_stop", lambda self, step: step == 3)
+        with pytest.raises(SystemExit) as stopped:
+            train.main(args("parts"))
+    assert stopped.value.code == zero2jax.PREEMPTED_EXIT_CODE == 75
+    assert zero2jax.Checkpointer(tmp_path / "parts" / "checkpoints").all_steps() == [2, 3]
+    train.main(args("parts", resume="auto"))
+    assert losses("parts") == losses("whole")
+    train.main(args("parts", resume="auto"))  # nothing is left to do
+    with pytest.raises(zero2jax.CheckpointError, match="looking for step 7"):
+        train.main(args("parts", resume="7"))
+    with pytest.raises(ValueError, match="without --checkpoints FOLDER"):
+        train.main(args("parts", resume="auto", checkpoints=None))
+    with pytest.raises(ValueError, match="write auto, or the step"):
+        train.main(args("parts", resume="latest"))
+
+
+def test_positions_of_the_data_are_plain_values_and_bring_the_same_batches():
+    batches, other = (data.make_batches(np.arange(200, dtype=np.uint8), 4, 7, seed=0) for _ in range(2))
+    next(batches)
+    position = json.loads(json.dumps(batches.position))
+    expected = [next(batches) for _ in range(3)]
+    other.position = position
+    np.testing.assert_array_equal([next(other) for _ in range(3)], expected)
 
 
 def test_the_linen_loop_learns():
