@@ -503,3 +503,42 @@ def test_files_are_safetensors_and_hold_no_pickle(tmp_path):
     np.testing.assert_array_equal(found["params/embed"], logical(engine, state)["params/embed"])
     kinds = {p.suffix or p.name for p in tmp_path.rglob("*") if p.is_file()}
     assert kinds == {".safetensors", ".json", ".sha256", ".txt", "_CHECKPOINT_METADATA"}
+
+
+def test_parameters_that_are_one_array(tmp_path):
+    loss = lambda params, batch: jnp.mean((batch @ params) ** 2)
+    engine = seen(3, jnp.ones((7, 2)), loss_fn=loss)
+    state = engine.init(jnp.arange(14.0).reshape(7, 2))
+    with Checkpointer(tmp_path / "c", engine) as checkpointer:
+        checkpointer.save(0, state)
+    other = seen(8, jnp.ones((7, 2)), loss_fn=loss)
+    state, _ = Checkpointer(tmp_path / "c").restore(other)
+    np.testing.assert_array_equal(logical(other, state)["params/"], np.arange(14.0).reshape(7, 2))
+    out = tmp_path / "model.safetensors"
+    zero2jax.export_checkpoint(tmp_path / "c", out)
+    np.testing.assert_array_equal(zero2jax.load_exported(out, jnp.ones((7, 2))), np.arange(14.0).reshape(7, 2))
+
+
+def test_two_leaves_of_one_name_are_refused(tmp_path):
+    loss = lambda params, batch: params["a"]["b"].sum() + params["a/b"].sum()
+    engine = seen(2, {"a": {"b": jnp.ones(2)}, "a/b": jnp.ones(2)}, loss_fn=loss)
+    with Checkpointer(tmp_path, engine) as checkpointer:
+        state = engine.init({"a": {"b": jnp.ones(2)}, "a/b": jnp.ones(2)})
+        with pytest.raises(CheckpointError, match=r"'params/a/b'.* would each be the name of two leaves"):
+            checkpointer.save(0, state)
+
+
+def test_random_keys_of_another_kind_are_refused(tmp_path):
+    with jax.default_prng_impl("rbg"):
+        engine, state = trained(0)
+        with Checkpointer(tmp_path, engine) as checkpointer:
+            checkpointer.save(0, state)
+    with jax.default_prng_impl("unsafe_rbg"):
+        with pytest.raises(CheckpointError, match="its random keys are of 'rbg' and this program's of 'unsafe_rbg'"):
+            Checkpointer(tmp_path).restore(seen(2))
+        other = make_engine(2)
+        state, _ = Checkpointer(tmp_path).restore(
+            other, into=other.init(make_params()), select=lambda name, _: name != "rng"
+        )
+    with pytest.raises(CheckpointError, match=r"'rng' uint32\[2\]: the checkpoint has 'rng' uint32\[4\]"):
+        Checkpointer(tmp_path).restore(seen(2))

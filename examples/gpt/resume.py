@@ -2,9 +2,9 @@
 
     python examples/gpt/resume.py
 
-Runs `train.py` five times: once without interruption, and in parts that share a folder of checkpoints. The parts
+Runs `train.py` four times: once without interruption, and in parts that share a folder of checkpoints. The parts
 also differ in their ZeRO stage. Draws the losses of both beside each other in `out/resume/resume.png`.
-Takes no GPU, downloads nothing; seen on two busy CPU cores: about MINUTES minutes.
+Takes no GPU, downloads nothing; seen on two busy CPU cores: about four minutes.
 """
 
 from __future__ import annotations
