@@ -516,7 +516,9 @@ def test_parameters_that_are_one_array(tmp_path):
     np.testing.assert_array_equal(logical(other, state)["params/"], np.arange(14.0).reshape(7, 2))
     out = tmp_path / "model.safetensors"
     zero2jax.export_checkpoint(tmp_path / "c", out)
-    np.testing.assert_array_equal(zero2jax.load_exported(out, jnp.ones((7, 2))), np.arange(14.0).reshape(7, 2))
+    np.testing.assert_array_equal(
+        zero2jax.load_exported(out, jnp.ones((7, 2))), np.arange(14.0).reshape(7, 2)
+    )
 
 
 def test_two_leaves_of_one_name_are_refused(tmp_path):
@@ -534,7 +536,9 @@ def test_random_keys_of_another_kind_are_refused(tmp_path):
         with Checkpointer(tmp_path, engine) as checkpointer:
             checkpointer.save(0, state)
     with jax.default_prng_impl("unsafe_rbg"):
-        with pytest.raises(CheckpointError, match="its random keys are of 'rbg' and this program's of 'unsafe_rbg'"):
+        with pytest.raises(
+            CheckpointError, match="its random keys are of 'rbg' and this program's of 'unsafe_rbg'"
+        ):
             Checkpointer(tmp_path).restore(seen(2))
         other = make_engine(2)
         state, _ = Checkpointer(tmp_path).restore(

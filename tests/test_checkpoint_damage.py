@@ -171,7 +171,7 @@ def test_an_error_while_writing_is_raised_by_the_next_save(copy, engine, monkeyp
             safetensors_file.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "I/O error"))
         )
         assert checkpointer.save(3, state)
-        checkpointer._manager._checkpointer._async_manager._thread.join()
+        checkpointer._manager.wait_until_finished()
     with pytest.raises(CheckpointError, match=r"saving step 3 .*I/O error"):
         checkpointer.save(4, state)
     assert checkpointer.save(4, state)
@@ -195,7 +195,7 @@ def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path, engine, monk
         Checkpointer("gs://bucket/run", engine)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "5/default/_METADATA"])
+@pytest.mark.parametrize("name", ["model.safetensors", "5/default/_METADATA", "5/state/_METADATA"])
 def test_a_directory_that_holds_something_else_is_refused(tmp_path, engine, name):
     path = tmp_path / "dir" / name
     path.parent.mkdir(parents=True)

@@ -158,3 +158,43 @@ def test_a_state_larger_than_the_memory_allowed_is_saved_and_restored_in_parts(t
     for peak, read in restored:
         assert peak < whole / 2 + 2 * slack < 0.6 * whole
         assert read <= whole / 2 + 100  # its own half, and the scalars
+
+
+def test_a_process_that_cannot_write_fails_the_save_of_all_and_nothing_is_lost(tmp_path):
+    found = run_processes(
+        f"""
+        import errno, time
+        from zero2jax import safetensors_file
+        engine = make_engine(8, stage=2)
+        state = engine.init(make_params())
+        messages, pwrite = [], os.pwrite
+        for failing in (0, 1):
+            directory = {str(tmp_path)!r} + f"/{{failing}}"
+            with zero2jax.Checkpointer(directory, engine, max_to_keep=1) as checkpointer:
+                checkpointer.save(1, state)
+                checkpointer.wait()
+                if index == failing:
+                    def full(*args):
+                        raise OSError(errno.ENOSPC, "no space")
+                    safetensors_file.os.pwrite = full
+                checkpointer.save(2, state)
+                try:
+                    checkpointer.wait()
+                except zero2jax.CheckpointError as error:
+                    messages.append(str(error))
+                safetensors_file.os.pwrite = pwrite
+                assert checkpointer.all_steps() == [1], checkpointer.all_steps()
+                checkpointer.save(2, state)
+                checkpointer.wait()
+                if index == 0:
+                    assert checkpointer.all_steps() == [2], checkpointer.all_steps()
+        print(json.dumps(messages))
+        """,
+        2,
+    )
+    for index, messages in enumerate(found):
+        for failing, message in enumerate(messages):
+            reason = "the disk is full" if index == failing else "another process could not write"
+            assert f"saving step 2 to {tmp_path}/{failing}: {reason}" in message
+            assert "latest complete checkpoint is step 1" in message
+    assert [len(messages) for messages in found] == [2, 2]

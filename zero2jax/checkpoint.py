@@ -1,10 +1,13 @@
 """Checkpoints that fit any number of devices, any stage and any mesh, and survive a crash.
 
 `Checkpointer` saves the logical state: arrays of true shape by name (see `checkpoint_format` for what lies on disk).
-Outside any jitted step. Orbax keeps the directory (atomic commit, retention, background thread, several processes)
-and is imported when a `Checkpointer` that can save is built; reading needs only NumPy and the engine's shardings.
+Outside any jitted step. Orbax commits a save (temporary folder and rename, background thread, barriers between
+processes) and is imported when a `Checkpointer` that can save is built; reading needs only NumPy and the engine's
+shardings. Which checkpoints stay is decided here, after a save has succeeded in every process.
 
-In several processes, every process calls `save` and `restore`, and the directory is one that all of them see.
+In several processes, every process calls `save`, `wait` and `restore` at the same point of the program, and the
+directory is one that all of them see. Limits: a machine that loses power may lose the rename of the last save; a
+process that dies while saving leaves the others waiting for at most `timeout_s`.
 """
 
 import errno
@@ -14,15 +17,18 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import jax
 import numpy as np
 
 from zero2jax import checkpoint_extra
 from zero2jax.checkpoint_format import (
+    CHECKSUM,
     EXTRA,
+    FAILED,
     ITEM,
+    MANIFEST,
     Checkpoint,
     CheckpointError,
     DamagedError,
@@ -44,6 +50,7 @@ from zero2jax.pytrees import PyTree
 from zero2jax.state import TrainState
 from zero2jax.step import check_state
 
+_OTHER_PROCESS = "another process could not write and says why, or does not see this directory"
 _TEMPORARY = ".orbax-checkpoint-tmp"
 
 
@@ -99,12 +106,16 @@ class Checkpointer:
         self.directory = Path(directory).absolute()
         self.engine = engine
         self.save_interval_steps = save_interval_steps
+        self._max_to_keep = max_to_keep
         self._asynchronous = asynchronous
         self._save_frozen = save_frozen
         self._lock = threading.RLock()
         self._saving: int | None = None
         _check_directory(self.directory)
-        self._manager = None if engine is None else _make_manager(self.directory, max_to_keep, timeout_s)
+        self._manager: Any = None
+        self._handler: Any = None
+        if engine is not None:
+            self._manager, self._handler = _make_manager(self.directory, timeout_s)
 
     def save(self, step: int, state: TrainState, extra: PyTree = None, *, force: bool = False) -> bool:
         """Save the state after `step` steps; whether it was a step to save at.
@@ -143,7 +154,11 @@ class Checkpointer:
             info = {**self._info(self.engine), "step": step, "extra": encoded}
             item = checkpoint_handler.SaveState(leaves, info, self._asynchronous)
             self._saving = step
-            self._guarded(lambda: manager.save(step, args=checkpoint_handler.composite(item), force=True))
+            try:
+                manager.save(step, args=checkpoint_handler.composite(item), force=True)
+            except OSError as error:
+                self._saving = None
+                self._fail(step, error)
             if not self._asynchronous:
                 self.wait()
             return True
@@ -225,16 +240,24 @@ class Checkpointer:
           CheckpointError: it failed.
         """
         with self._lock:
-            if self._manager is not None:
-                self._guarded(self._manager.wait_until_finished)
-                self._saving = None
+            step, self._saving = self._saving, None
+            if self._manager is None or step is None:
+                return
+            self._manager.wait_until_finished()
+            error = self._handler.take_error()
+            if not self._complete_everywhere(step, error):
+                self._fail(step, error)
+            self._delete_old()
 
     def close(self) -> None:
         """Wait for the save in progress and end the threads."""
         with self._lock:
-            manager, self._manager = self._manager, None
-            if manager is not None:
-                self._guarded(manager.close)
+            try:
+                self.wait()
+            finally:
+                manager, self._manager = self._manager, None
+                if manager is not None:
+                    manager.close()
 
     def __enter__(self) -> Self:
         return self
@@ -321,27 +344,43 @@ class Checkpointer:
             return "There is no checkpoint before it."
         return f"The checkpoint before it is step {before[-1]}: restore(engine, step={before[-1]})."
 
-    def _guarded(self, act: Callable[[], Any]) -> None:
-        """Run what may fail on the file system; afterwards nothing half-written is left."""
-        try:
-            act()
-        except (OSError, CheckpointError) as error:
-            self._forget_failed()
-            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-            reason = "the disk is full" if full else str(error)
-            latest = self.latest_step()
-            way_out = "Free space or lower max_to_keep" if full else "Resolve that"
-            raise CheckpointError(
-                f"saving step {self._saving} to {self.directory}: {reason}. The state in memory is untouched and "
-                f"nothing of this step is kept; the latest complete checkpoint is "
-                f"{'none' if latest is None else f'step {latest}'}. {way_out}, then save again."
-            ) from error
+    def _complete_everywhere(self, step: int, error: OSError | None) -> bool:
+        """Whether the save succeeded; the same answer in every process."""
+        fine = error is None and (jax.process_index() != 0 or step in self.all_steps())
+        if jax.process_count() == 1:
+            return fine
+        from jax.experimental import multihost_utils
 
-    def _forget_failed(self) -> None:
+        return bool(np.all(multihost_utils.process_allgather(np.bool_(fine))))
+
+    def _fail(self, step: int, error: OSError | None) -> NoReturn:
+        """Clear away what there is of a step and say why it could not be saved."""
+        self._delete([str(step), *(p.name for p in self.directory.glob(f"{step}{_TEMPORARY}*"))])
+        full = error is not None and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = "the disk is full" if full else str(error or _OTHER_PROCESS)
+        latest = self.latest_step()
+        way_out = "Free space or lower max_to_keep" if full else "Resolve that"
+        raise CheckpointError(
+            f"saving step {step} to {self.directory}: {reason}. The state in memory is untouched and nothing of this "
+            f"step is kept; the latest complete checkpoint is {'none' if latest is None else f'step {latest}'}. "
+            f"{way_out}, then save again."
+        ) from error
+
+    def _delete_old(self) -> None:
+        if self._max_to_keep is not None:
+            self._delete([str(step) for step in self.all_steps()[: -self._max_to_keep]])
+
+    def _delete(self, names: Sequence[str]) -> None:
         if jax.process_index() == 0:
-            for path in self.directory.glob(f"{self._saving}{_TEMPORARY}*"):
-                shutil.rmtree(path, ignore_errors=True)
-        if self._manager is not None:
+            for name in names:
+                # Renamed first: a program that is killed while deleting leaves no folder that looks complete.
+                doomed = self.directory / f"{name}{_TEMPORARY}-old"
+                try:
+                    (self.directory / name).rename(doomed)
+                except FileNotFoundError:
+                    continue
+                shutil.rmtree(doomed, ignore_errors=True)
+        if names and self._manager is not None:
             self._manager.reload()
 
 
@@ -360,20 +399,24 @@ def _check_directory(directory: Path) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    name = path.name
-    if _TEMPORARY in name or name.startswith("."):
+    """Whether a folder is a checkpoint of this format, perhaps a damaged one, or what an interrupted save left."""
+    if _TEMPORARY in path.name or path.name.startswith("."):
         return True
-    return name.isdecimal() and (path / ITEM).is_dir()
+    ours = (path / ITEM / name for name in (MANIFEST, CHECKSUM, FAILED))
+    return path.name.isdecimal() and any(file.exists() for file in ours)
 
 
-def _make_manager(directory: Path, max_to_keep: int | None, timeout_s: int) -> Any:
+def _make_manager(directory: Path, timeout_s: int) -> tuple[Any, Any]:
     from zero2jax import checkpoint_handler
 
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if not os.access(directory, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "no permission to write")
-        return checkpoint_handler.make_manager(directory, max_to_keep, timeout_s)
+        for path in directory.iterdir() if jax.process_index() == 0 else []:
+            if (path / ITEM / FAILED).exists():  # killed before it could be cleared away
+                shutil.rmtree(path, ignore_errors=True)
+        return checkpoint_handler.make_manager(directory, timeout_s)
     except OSError as error:
         raise CheckpointError(
             f"opening {directory} for checkpoints: cannot write there ({error.strerror}). Give a directory that this "

@@ -35,6 +35,7 @@ VERSION = 1
 ITEM = "state"  # folder of a step's folder
 MANIFEST = "manifest.json"
 CHECKSUM = "manifest.json.sha256"
+FAILED = "failed"  # lies where the manifest would, if a process could not write
 BLOCK_BYTES = 32 * 2**20
 EXTRA = "extra/"  # names of the arrays in `extra`
 

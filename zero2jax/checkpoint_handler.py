@@ -1,7 +1,7 @@
 """How Orbax saves the state: a `CheckpointHandler` that writes one safetensors file per process and a manifest.
 
-Orbax's `CheckpointManager` around it keeps the directory: temporary folder and atomic rename, retention, barriers
-between processes, the background thread. Its own array handlers are not used: they save arrays as they are laid out,
+Orbax's `CheckpointManager` around it commits a save: temporary folder and atomic rename, barriers between processes,
+the background thread. Its own array handlers are not used: they save arrays as they are laid out,
 with padding, in a structure of Python containers. This module is the only one that imports Orbax; import it late.
 """
 
@@ -18,9 +18,10 @@ import jax
 import orbax.checkpoint as ocp
 
 from zero2jax.checkpoint_format import (
+    FAILED,
     FORMAT,
     ITEM,
-    CheckpointError,
+    MANIFEST,
     SavedLeaf,
     as_json,
     write_manifest,
@@ -37,27 +38,47 @@ class StateHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self._info: dict[str, Any] = {}
+        self._error: OSError | None = None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
 
     async def async_save(self, directory: Any, args: "SaveState") -> list[Any]:
         """Take the blocks to the host, then write them: in a thread, or at once if `args.asynchronous` is false."""
-        self._info = args.info
-        written = self._pool.submit(write_process_file, Path(directory), args.leaves())
+        self._info, self._error = args.info, None
+        written = self._pool.submit(self._write, Path(directory), args.leaves())
         if not args.asynchronous:
             written.result()
         return [written]
 
+    def _write(self, folder: Path, leaves: list[LeafBlocks]) -> None:
+        # Not raised here: Orbax would leave the other processes at its next barrier until their time is over.
+        try:
+            write_process_file(folder, leaves)
+        except OSError as error:
+            self._error = error
+
+    def take_error(self) -> OSError | None:
+        """What kept this process from writing, once; to be asked for when the save is over."""
+        error, self._error = self._error, None
+        return error
+
     def save(self, directory: Any, args: "SaveState") -> None:
-        """Write the blocks before returning."""
-        write_process_file(Path(directory), args.leaves())
+        """Not used: an `AsyncCheckpointer` calls `async_save`."""
+        raise NotImplementedError("save with zero2jax.Checkpointer.save")
 
     def restore(self, directory: Any, args: "RestoreState | None" = None) -> Any:
         """Not used: `Checkpointer.restore` reads the files itself."""
         raise NotImplementedError("read checkpoints with zero2jax.Checkpointer.restore")
 
     def finalize(self, directory: Any) -> None:
-        """On the primary process, once every process has written: gather their lists of blocks in the manifest."""
-        merge_parts(Path(directory), self._info, jax.process_count())
+        """On the primary process, once all have ended: if all have written, gather their lists in the manifest."""
+        folder = Path(directory)
+        try:
+            merge_parts(folder, self._info, jax.process_count())
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):  # that is a list of another process
+                self._error = self._error or error
+            (folder / MANIFEST).unlink(missing_ok=True)
+            (folder / FAILED).touch()
 
     def close(self) -> None:
         """End the writing thread."""
@@ -101,18 +122,16 @@ def write_process_file(folder: Path, leaves: Sequence[LeafBlocks]) -> None:
 
 
 def merge_parts(folder: Path, info: dict[str, Any], num_processes: int) -> None:
-    """Write the manifest from the processes' lists of blocks, and remove those."""
+    """Write the manifest from the processes' lists of blocks, and remove those.
+
+    Raises:
+      OSError: a list is not there, since that process could not write.
+    """
     leaves: dict[str, Any] = {}
     files: dict[str, Any] = {}
     parts = [folder / f"{i:05}-of-{num_processes:05}.json" for i in range(num_processes)]
     for part in parts:
-        try:
-            content = json.loads(part.read_text())
-        except OSError as error:
-            raise CheckpointError(
-                f"finishing checkpoint {folder}: {part.name} is not there. That process could not write; its own error "
-                f"says why. If processes run on several hosts, the directory must be one that all of them share."
-            ) from error
+        content = json.loads(part.read_text())
         files |= content["files"]
         for name, entry in content["leaves"].items():
             leaves.setdefault(name, {**entry, "blocks": []})["blocks"] += entry["blocks"]
@@ -139,16 +158,18 @@ def composite(item: SaveState) -> Any:
     return ocp.args.Composite(**{ITEM: item})
 
 
-def make_manager(directory: Path, max_to_keep: int | None, timeout_s: int) -> ocp.CheckpointManager:
-    """Orbax's manager of the directory, with what an interrupted save left behind cleared away."""
+def make_manager(directory: Path, timeout_s: int) -> tuple[ocp.CheckpointManager, StateHandler]:
+    """Orbax's manager of the directory, which clears away what an interrupted save left behind, and the handler.
+
+    It keeps every checkpoint: it would delete old ones also when a new one could not be finished.
+    """
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     handler = StateHandler()
     registry.add(ITEM, SaveState, handler)
     registry.add(ITEM, RestoreState, handler)
-    return ocp.CheckpointManager(
+    manager = ocp.CheckpointManager(
         directory,
         options=ocp.CheckpointManagerOptions(
-            max_to_keep=max_to_keep,
             cleanup_tmp_directories=True,
             lightweight_initialize=True,
             save_root_metadata=False,
@@ -159,3 +180,4 @@ def make_manager(directory: Path, max_to_keep: int | None, timeout_s: int) -> oc
         ),
         handler_registry=registry,
     )
+    return manager, handler
