@@ -215,6 +215,33 @@ def test_steps_that_are_there_or_passed_are_not_overwritten(copy, engine):
         assert checkpointer.save(3, state)
 
 
+def test_a_state_that_was_donated_is_refused_and_the_next_is_saved(tmp_path, engine, monkeypatch):
+    state = engine.init(make_params())
+    after, _ = train(engine, state, make_batches(1))
+    with Checkpointer(tmp_path, engine) as checkpointer:
+        with pytest.raises(ValueError, match="this state was donated to a later step and is gone"):
+            checkpointer.save(1, state)
+        with pytest.raises(ValueError, match="saving step -1"):
+            checkpointer.save(-1, after)
+        with monkeypatch.context() as patch:
+            patch.setattr("zero2jax.checkpoint.host_blocks", lambda *args, **settings: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                checkpointer.save(1, after)
+        assert list(tmp_path.iterdir()) == []
+        assert checkpointer.save(np.int64(1), after)
+    assert Checkpoint(tmp_path / "1").step == 1
+
+
+def test_what_an_interrupted_save_or_deletion_left_is_cleared_away_by_the_next_program(copy, engine):
+    for name in ("3.orbax-checkpoint-tmp", "1.orbax-checkpoint-tmp-old", "4/state"):
+        (copy / name).mkdir(parents=True)
+    (copy / "4" / "state" / "failed").touch()
+    assert Checkpointer(copy).all_steps() == [1, 2]
+    with Checkpointer(copy, engine) as checkpointer:
+        checkpointer.save(4, Checkpointer(copy).restore(engine)[0])
+    assert sorted(p.name for p in copy.iterdir()) == ["1", "2", "4"]
+
+
 def test_interval_retention_and_force(tmp_path, engine):
     state = engine.init(make_params())
     with Checkpointer(tmp_path, engine, max_to_keep=2, save_interval_steps=3) as checkpointer:

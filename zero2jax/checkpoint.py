@@ -11,6 +11,7 @@ process that dies while saving leaves the others waiting for at most `timeout_s`
 """
 
 import errno
+import operator
 import os
 import shutil
 import threading
@@ -59,7 +60,8 @@ class Checkpointer:
 
     Args:
       directory: where the checkpoints lie, on a file system that all processes share.
-      engine: the engine whose states are saved. Without one, the checkpointer only reads.
+      engine: the engine whose states are saved. Without one, the checkpointer only reads. One that saves clears away
+        unfinished saves when it is built: let there be one per directory.
       max_to_keep: older checkpoints are deleted once a newer one is complete; None keeps all.
       save_interval_steps: `save` does nothing at steps that are not a multiple of it.
       asynchronous: `save` returns once the shards are copied to the host, and a thread writes them.
@@ -121,7 +123,7 @@ class Checkpointer:
         """Save the state after `step` steps; whether it was a step to save at.
 
         The state is only read. When this returns it may be donated, also if the writing goes on in a thread; an error
-        there is raised by the next `save`, `wait` or `close`.
+        there is raised by the next `save` at a step to save at, by `wait` or by `close`.
 
         Args:
           step: names the checkpoint; later than those in the directory.
@@ -133,6 +135,7 @@ class Checkpointer:
         Raises:
           CheckpointError: there is a checkpoint of this step or a later one; or the file system refused, now or in the
             save before. The state and earlier checkpoints are untouched.
+          ValueError: the state was donated to a step.
           TypeError: `extra` holds something else.
         """
         with self._lock:
@@ -142,7 +145,13 @@ class Checkpointer:
                     f"saving step {step} to {self.directory}: this Checkpointer was built without an engine, to read. "
                     f"Build it as Checkpointer(directory, engine)."
                 )
+            step = _checked_step(step)
             check_state(state, self.engine.layout)
+            if any(x.is_deleted() for x in jax.tree.leaves(state)):
+                raise ValueError(
+                    f"saving step {step} to {self.directory}: this state was donated to a later step and is gone. Save "
+                    f"the state that engine.step returned, before it is given to the next."
+                )
             if not force and step % self.save_interval_steps:
                 return False
             self.wait()
@@ -153,12 +162,14 @@ class Checkpointer:
 
             info = {**self._info(self.engine), "step": step, "extra": encoded}
             item = checkpoint_handler.SaveState(leaves, info, self._asynchronous)
-            self._saving = step
             try:
                 manager.save(step, args=checkpoint_handler.composite(item), force=True)
             except OSError as error:
-                self._saving = None
                 self._fail(step, error)
+            except BaseException:
+                self._delete_step(step)
+                raise
+            self._saving = step
             if not self._asynchronous:
                 self.wait()
             return True
@@ -181,7 +192,7 @@ class Checkpointer:
           engine: any engine that has seen the parameters' shapes (`engine.abstract_state(shapes)` is enough); by
             default the one given at construction.
           step: which checkpoint; the latest by default.
-          into: a state of the engine that gives the leaves which the checkpoint does not.
+          into: a state of the engine that gives the leaves which the checkpoint does not; do not use it afterwards.
           select: restore only some leaves, the others come from `into`: a prefix of names such as `"params"`, a
             sequence of prefixes, or a predicate `(name, leaf) -> bool`.
           rename: where leaves have another name in the checkpoint: a mapping from the engine's names, or prefixes of
@@ -355,7 +366,7 @@ class Checkpointer:
 
     def _fail(self, step: int, error: OSError | None) -> NoReturn:
         """Clear away what there is of a step and say why it could not be saved."""
-        self._delete([str(step), *(p.name for p in self.directory.glob(f"{step}{_TEMPORARY}*"))])
+        self._delete_step(step)
         full = error is not None and error.errno in (errno.ENOSPC, errno.EDQUOT)
         reason = "the disk is full" if full else str(error or _OTHER_PROCESS)
         latest = self.latest_step()
@@ -365,6 +376,9 @@ class Checkpointer:
             f"step is kept; the latest complete checkpoint is {'none' if latest is None else f'step {latest}'}. "
             f"{way_out}, then save again."
         ) from error
+
+    def _delete_step(self, step: int) -> None:
+        self._delete([str(step), *(p.name for p in self.directory.glob(f"{step}{_TEMPORARY}*"))])
 
     def _delete_old(self) -> None:
         if self._max_to_keep is not None:
@@ -382,6 +396,12 @@ class Checkpointer:
                 shutil.rmtree(doomed, ignore_errors=True)
         if names and self._manager is not None:
             self._manager.reload()
+
+
+def _checked_step(step: int) -> int:
+    if (number := operator.index(step)) < 0:
+        raise ValueError(f"saving step {number}: a step is a number of updates, 0 or more.")
+    return number
 
 
 def _check_directory(directory: Path) -> None:

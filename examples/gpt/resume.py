@@ -3,7 +3,8 @@
     python examples/gpt/resume.py
 
 Runs `train.py` four times: once without interruption, and in parts that share a folder of checkpoints. The parts
-also differ in their ZeRO stage. Draws the losses of both beside each other in `out/resume/resume.png`.
+also differ in their ZeRO stage. Exports the parameters, and draws the losses of both beside each other in
+`out/resume/resume.png`.
 Takes no GPU, downloads nothing; seen on two busy CPU cores: about four minutes.
 """
 
@@ -144,6 +145,9 @@ def main(args: Args) -> None:
         Part(1, 1),
     ):
         parts.append((part, run(part, args, args.out / "parts")))
+    model = args.out / "model.safetensors"
+    zero2jax.export_checkpoint(args.out / "parts" / "checkpoints", model)
+    print(f"{model}: {sum(x.size for x in zero2jax.load_exported(model).values()):,} parameters, exported")
     largest = save_figure(args.out / "resume.png", whole, parts)
     print(
         f"last loss {whole[-1]['loss']:.4f} uninterrupted, {parts[-1][1][-1]['loss']:.4f} in parts; they differ by at "

@@ -184,7 +184,9 @@ def main(args: Args) -> None:
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     with (
         (args.out / "metrics.jsonl").open("w") as file,
-        zero2jax.Preemption([signal.SIGTERM] if checkpointer else []) as preemption,  # zero2jax
+        zero2jax.Preemption(
+            [signal.SIGTERM] if checkpointer else [], check_every=10
+        ) as preemption,  # zero2jax
         Progress(*columns, console=console) as progress,
     ):
         file.writelines(json.dumps(row) + "\n" for row in history)
