@@ -93,9 +93,10 @@ def host_blocks(leaf: StateLeaf, x: jax.Array, *, copy: bool) -> tuple[SavedLeaf
     shape = (*leaf.shape, *x.shape[len(leaf.shape) :])
     saved = SavedLeaf(leaf.name, np.dtype(x.dtype), shape, (), leaf.trainable, impl)
     blocks = []
-    for shard in x.addressable_shards:
-        if shard.replica_id != 0:
-            continue
+    shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
+    for shard in shards:
+        shard.data.copy_to_host_async()  # from all devices at once
+    for shard in shards:
         box = _true_box(shard.index, x.shape, shape)
         extent = [b - a for a, b in box]
         if 0 in extent:
