@@ -179,6 +179,23 @@ def test_an_error_while_writing_is_raised_by_the_next_save(copy, engine, monkeyp
     assert list_steps(copy) == [1, 2, 4]
 
 
+def test_an_error_while_committing_is_raised_and_the_next_save_works(copy, engine, monkeypatch):
+    def finalize(self, directory):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    state, _ = Checkpointer(copy).restore(engine)
+    with Checkpointer(copy, engine) as checkpointer:
+        for step in (3, 4):
+            with monkeypatch.context() as patch:
+                patch.setattr("zero2jax.checkpoint_handler.StateHandler.finalize", finalize)
+                checkpointer.save(step, state)
+                with pytest.raises(CheckpointError, match=rf"saving step {step} .*the disk is full"):
+                    checkpointer.wait()
+            assert sorted(p.name for p in copy.iterdir()) == ["1", "2"]
+        checkpointer.save(4, state)
+    assert list_steps(copy) == [1, 2, 4]
+
+
 def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path, engine, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *args: False)  # tests may run as root, who may write anywhere
     with pytest.raises(

@@ -10,6 +10,7 @@ directory is one that all of them see. Limits: a machine that loses power may lo
 process that dies while saving leaves the others waiting for at most `timeout_s`.
 """
 
+import contextlib
 import errno
 import operator
 import os
@@ -109,6 +110,7 @@ class Checkpointer:
         self.engine = engine
         self.save_interval_steps = save_interval_steps
         self._max_to_keep = max_to_keep
+        self._timeout_s = timeout_s
         self._asynchronous = asynchronous
         self._save_frozen = save_frozen
         self._lock = threading.RLock()
@@ -254,8 +256,12 @@ class Checkpointer:
             step, self._saving = self._saving, None
             if self._manager is None or step is None:
                 return
-            self._manager.wait_until_finished()
-            error = self._handler.take_error()
+            error: OSError | None = None
+            try:
+                self._manager.wait_until_finished()
+            except OSError as from_orbax:
+                error = from_orbax
+            error = self._handler.take_error() or error
             if not self._complete_everywhere(step, error):
                 self._fail(step, error)
             self._delete_old()
@@ -367,6 +373,10 @@ class Checkpointer:
     def _fail(self, step: int, error: OSError | None) -> NoReturn:
         """Clear away what there is of a step and say why it could not be saved."""
         self._delete_step(step)
+        # Orbax's manager may raise the same error again, so begin with a new one.
+        with contextlib.suppress(OSError):
+            self._manager.close()
+        self._manager, self._handler = _make_manager(self.directory, self._timeout_s)
         full = error is not None and error.errno in (errno.ENOSPC, errno.EDQUOT)
         reason = "the disk is full" if full else str(error or _OTHER_PROCESS)
         latest = self.latest_step()

@@ -37,7 +37,7 @@ def match_leaves(
     Raises:
       CheckpointError: leaves are missing, left over, or of another shape or kind; lists them with shapes and dtypes.
     """
-    chosen, source_name = _predicate(select), _renamer(rename)
+    chosen, source_name = _predicate(select), renamer(rename)
     sources: list[SavedLeaf | None] = []
     missing, different, elsewhere, converted = [], [], [], []
     used = set()
@@ -91,7 +91,13 @@ def _predicate(select: Selection | None) -> LeafPredicate:
     return lambda name, leaf: any(_below(name, prefix) for prefix in prefixes)
 
 
-def _renamer(rename: Mapping[str, str] | Callable[[str], str] | None) -> Callable[[str], str]:
+def renamer(rename: Mapping[str, str] | Callable[[str], str] | None) -> Callable[[str], str]:
+    """A function of names, from a function, None (no change), or a mapping of names and of prefixes before a slash.
+
+    Example:
+      >>> renamer({"params/layers": "params/blocks"})("params/layers/w")
+      'params/blocks/w'
+    """
     if rename is None:
         return lambda name: name
     if callable(rename):

@@ -26,6 +26,7 @@ from zero2jax.checkpoint_format import (
     find_checkpoint,
     write_text,
 )
+from zero2jax.checkpoint_match import renamer
 from zero2jax.pytrees import PyTree, path_string, shapes_of
 from zero2jax.safetensors_file import FileError, Tensor, read_header, write
 
@@ -111,7 +112,8 @@ def load_exported(
     Args:
       path: a `.safetensors` file, an `.index.json`, or a folder that holds one index or one file.
       like: a tree of arrays or shapes; the tensors come back in its structure. Without it, as a dict by name.
-      rename: where tensors have other names in the file: from the tree's leaf names to theirs, a dict or a function.
+      rename: where tensors have other names in the file: a mapping from the tree's names, or prefixes of them, to
+        those in the file, or a function.
 
     Raises:
       CheckpointError: a file is missing or damaged; with `like`, a tensor is missing or has another shape (lists them).
@@ -122,7 +124,7 @@ def load_exported(
         raise CheckpointError(str(error)) from error
     if like is None:
         return arrays
-    source = rename if callable(rename) else lambda name: (rename or {}).get(name, name)
+    source = renamer(rename)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes_of(like))
     found, wrong = [], []
     for key_path, shape in leaves:
