@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ sys.path.insert(0, str(ROOT / "examples" / "gpt"))
 
 import data  # noqa: E402
 import model  # noqa: E402
+import resume  # noqa: E402
 import train  # noqa: E402
 
 import zero2jax  # noqa: E402
@@ -252,6 +254,22 @@ def test_train_stops_on_request_and_resumes_bitwise_with_its_data(tmp_path, text
         train.main(args("parts", resume="auto", checkpoints=None))
     with pytest.raises(ValueError, match="write auto, or the step"):
         train.main(args("parts", resume="latest"))
+
+
+def test_the_figure_of_a_run_in_parts_shows_steps_taken_again_and_the_largest_difference(tmp_path):
+    row = lambda step, loss, part: {"step": step, "loss": loss, "elapsed_s": part + step / 10}
+    whole = [row(step, 5 - step / 10, 0) for step in range(1, 9)]
+    killed = [row(step, 5 - step / 10, 1) for step in range(1, 6)]
+    resumed = killed[:3] + [row(step, 5 - step / 10 + (0.01 if step == 4 else 0), 2) for step in range(4, 9)]
+    parts = [(resume.Part(8, 2, signal.SIGKILL, 5), killed), (resume.Part(1, 3), resumed)]
+    assert parts[0][0].label == "8 devices, stage 2, SIGKILL after step 5"
+    assert parts[1][0].label == "1 device, stage 3"
+    assert resume.save_figure(tmp_path / "x.png", whole, parts) == pytest.approx(0.01)
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    metrics = tmp_path / "metrics.jsonl"
+    assert resume.steps_done(metrics) == 0
+    metrics.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')  # killed while writing
+    assert resume.steps_done(metrics) == 1
 
 
 def test_positions_of_the_data_are_plain_values_and_bring_the_same_batches():

@@ -376,6 +376,7 @@ class Checkpointer:
         # Orbax's manager may raise the same error again, so begin with a new one.
         with contextlib.suppress(OSError):
             self._manager.close()
+        self._handler.close()
         self._manager, self._handler = _make_manager(self.directory, self._timeout_s)
         full = error is not None and error.errno in (errno.ENOSPC, errno.EDQUOT)
         reason = "the disk is full" if full else str(error or _OTHER_PROCESS)
