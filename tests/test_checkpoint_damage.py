@@ -340,6 +340,8 @@ for line in sys.stdin:
             value = np.float32(step)
             params = jax.tree.map(lambda x: jax.device_put(np.full(x.shape, value), x.sharding), state.params)
             checkpointer.save(step, state._replace(params=params), {{"step": step}})
+            if step == 1:
+                checkpointer.wait()  # from here on there is one to load
             print("saving", step, flush=True)
     print("child", child, flush=True)
     os.waitpid(child, 0)
