@@ -376,7 +376,7 @@ def test_killed_at_thirty_random_moments_of_saving_the_last_complete_checkpoint_
             kind, child = line()
             assert kind == "child"
             started = int(line()[1])
-            threading.Event().wait(moments.uniform(0, 0.06))
+            threading.Event().wait(moments.uniform(0, 0.2))
             os.kill(int(child), signal.SIGKILL)
             while (text := line())[0] != "gone":
                 started = int(text[1])
