@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import (
+    FP32,
     assert_trees_equal,
     make_batches,
     make_engine,
@@ -280,6 +281,28 @@ def test_tensor_parallel_shards_move_to_another_mesh(tmp_path):
     for data, model in ((2, 4), (8, 1), (3, 2)):
         other = make(data, model)
         found, _ = Checkpointer(tmp_path).restore(other)
+        assert_same_values(logical(other, found), logical(engine, state))
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_groups_of_devices_save_once_and_restore_like_any_mesh(tmp_path, over):
+    """With a replica axis, the state is cut inside groups, or over all devices."""
+
+    def make(replica, data, over):
+        mesh = zero2jax.make_mesh(replica=replica, data=data)
+        return zero2jax.Engine(mean_loss, optax.adam(1e-2), mesh, precision=FP32, shard_over_replicas=over)
+
+    engine = make(2, 4, over)
+    state, _ = train(engine, engine.init(make_params()), make_batches(1))
+    with Checkpointer(tmp_path, engine) as checkpointer:
+        checkpointer.save(1, state)
+    leaves = Checkpoint(tmp_path / "1").leaves.values()
+    assert all(sum(np.prod(b.shape) for b in leaf.blocks) == np.prod(leaf.shape) for leaf in leaves)
+    others = [make(4, 2, False), make(2, 4, not over), seen(3, stage=3)]
+    for other in others:
+        other.abstract_state(make_params())
+        found, _ = Checkpointer(tmp_path).restore(other)
+        assert_rests_as_planned(other, found)
         assert_same_values(logical(other, found), logical(engine, state))
 
 
