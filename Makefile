@@ -9,11 +9,15 @@ VENV ?= .venv
 EXTRAS ?= dev
 BIN := $(VENV)/bin
 OUT ?= out/demo
+RESUME_OUT ?= out/resume
 
-.PHONY: demo test lint bench clean
+.PHONY: demo resume test lint bench clean
 
 demo: $(VENV)/.example
 	$(BIN)/python examples/gpt/train.py --devices 8 --out $(OUT)
+
+resume: $(VENV)/.example
+	$(BIN)/python examples/gpt/resume.py --out $(RESUME_OUT)
 
 test: $(VENV)/.$(EXTRAS)
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --doctest-modules zero2jax tests

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,10 @@ sys.path.insert(0, str(ROOT / "examples" / "gpt"))
 
 import data  # noqa: E402
 import model  # noqa: E402
+import resume  # noqa: E402
 import train  # noqa: E402
+
+import zero2jax  # noqa: E402
 
 CONFIG = model.GPTConfig(num_layers=3, hidden=8, num_heads=2, context=12, vocab=256)
 
@@ -212,6 +216,69 @@ def test_train_follows_a_deepspeed_file_on_two_mesh_axes(tmp_path, text):
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["learning_rate"] == pytest.approx(3e-3)
     assert rows[1]["held_out_loss"] < rows[0]["held_out_loss"] < report["held_out_loss_before"]
+
+
+def test_train_stops_on_request_and_resumes_bitwise_with_its_data(tmp_path, text, monkeypatch):
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}, "zero_optimization": {"stage": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def args(name, **changes):
+        folder = tmp_path / name
+        paths = {
+            "out": folder,
+            "checkpoints": folder / "checkpoints",
+            "deepspeed_config": tmp_path / "config.json",
+        }
+        return train.Args(
+            steps=4, axes="data=4", text=text, report=False, save_every=2, **{**paths, **changes}
+        )
+
+    def losses(name):
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return {row["step"]: (row["loss"], row["held_out_loss"]) for row in rows}
+
+    train.main(args("whole"))
+    assert zero2jax.Checkpointer(tmp_path / "whole" / "checkpoints").all_steps() == [2, 4]
+    with monkeypatch.context() as patch:
+        patch.setattr(zero2jax.Preemption, "should_stop", lambda self, step: step == 3)
+        with pytest.raises(SystemExit) as stopped:
+            train.main(args("parts"))
+    assert stopped.value.code == zero2jax.PREEMPTED_EXIT_CODE == 75
+    assert zero2jax.Checkpointer(tmp_path / "parts" / "checkpoints").all_steps() == [2, 3]
+    train.main(args("parts", resume="auto"))
+    assert losses("parts") == losses("whole")
+    train.main(args("parts", resume="auto"))  # nothing is left to do
+    with pytest.raises(zero2jax.CheckpointError, match="looking for step 7"):
+        train.main(args("parts", resume="7"))
+    with pytest.raises(ValueError, match="without --checkpoints FOLDER"):
+        train.main(args("parts", resume="auto", checkpoints=None))
+    with pytest.raises(ValueError, match="write auto, or the step"):
+        train.main(args("parts", resume="latest"))
+
+
+def test_the_figure_of_a_run_in_parts_shows_steps_taken_again_and_the_largest_difference(tmp_path):
+    row = lambda step, loss, part: {"step": step, "loss": loss, "elapsed_s": part + step / 10}
+    whole = [row(step, 5 - step / 10, 0) for step in range(1, 9)]
+    killed = [row(step, 5 - step / 10, 1) for step in range(1, 6)]
+    resumed = killed[:3] + [row(step, 5 - step / 10 + (0.01 if step == 4 else 0), 2) for step in range(4, 9)]
+    parts = [(resume.Part(8, 2, signal.SIGKILL, 5), killed), (resume.Part(1, 3), resumed)]
+    assert parts[0][0].label == "8 devices, stage 2, SIGKILL after step 5"
+    assert parts[1][0].label == "1 device, stage 3"
+    assert resume.save_figure(tmp_path / "x.png", whole, parts) == pytest.approx(0.01)
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    metrics = tmp_path / "metrics.jsonl"
+    assert resume.steps_done(metrics) == 0
+    metrics.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')  # killed while writing
+    assert resume.steps_done(metrics) == 1
+
+
+def test_positions_of_the_data_are_plain_values_and_bring_the_same_batches():
+    batches, other = (data.make_batches(np.arange(200, dtype=np.uint8), 4, 7, seed=0) for _ in range(2))
+    next(batches)
+    position = json.loads(json.dumps(batches.position))
+    expected = [next(batches) for _ in range(3)]
+    other.position = position
+    np.testing.assert_array_equal([next(other) for _ in range(3)], expected)
 
 
 def test_the_linen_loop_learns():

@@ -6,15 +6,17 @@ Exit code 2 with a message on stderr for wrong usage and for files that cannot b
 import json as json_text
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from zero2jax.check import check_config, print_report
+from zero2jax.checkpoint_format import CheckpointError
 from zero2jax.config import ConfigError, read_config
 from zero2jax.environment import environment_report, print_environment
 from zero2jax.estimate import STAGES, largest_model
 from zero2jax.estimate import estimate as estimate_bytes
+from zero2jax.export import export_checkpoint, parse_bytes
 from zero2jax.launch_command import launch, split_script
 from zero2jax.plan_command import (
     UsageError,
@@ -177,9 +179,53 @@ def estimate(
             print(f"states of {num_params / 1e9:.4g}e9 parameters fill {memory_gb:g} GB at stage {stage}")
 
 
+def export(
+    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")],
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT.safetensors")],
+    step: int | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    max_shard_size: str | None = None,
+    alias: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
+    json: bool = False,
+) -> None:
+    """Write the parameters of a checkpoint as safetensors. Needs neither the training script nor its devices.
+
+    Args:
+        checkpoint: Directory that a zero2jax.Checkpointer saved to, or the folder of one step in it.
+        out: What to write, model.safetensors; above --max-shard-size several files beside it and an index.
+        step: Which checkpoint; the latest if absent.
+        dtype: Convert floating parameters; as saved (fp32) if absent.
+        max_shard_size: Bytes per file, 5GB.
+        alias: ALIAS=NAME, a second name of a tied parameter, which is written once.
+        json: Print JSON.
+    """
+    wrong = [item for item in alias if item.count("=") != 1]
+    if wrong:
+        raise UsageError(f"--alias {wrong[0]}: write ALIAS=NAME, as in head/kernel=embed.")
+    try:
+        limit = None if max_shard_size is None else parse_bytes(max_shard_size)
+    except ValueError as error:
+        raise UsageError(f"--max-shard-size: {error}") from error
+    paths = export_checkpoint(
+        checkpoint,
+        out,
+        step=step,
+        dtype=dtype,
+        max_file_bytes=limit,
+        aliases=dict(item.split("=") for item in alias),
+    )
+    files = [{"path": str(path), "bytes": path.stat().st_size} for path in paths]
+    if json:
+        print(json_text.dumps({"files": files}, indent=2))
+    else:
+        for file in files:
+            print(f"{file['bytes']:>16,} bytes  {file['path']}")
+
+
 COMMANDS: dict[str, Callable[..., Any]] = {
     "check": check,
     "estimate": estimate,
+    "export": export,
     "info": info,
     "launch": launch,
     "plan": plan,
@@ -199,7 +245,7 @@ def main(args: Sequence[str] | None = None) -> int:
             args=words,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
-    except (ConfigError, UsageError) as error:
+    except (ConfigError, CheckpointError, UsageError) as error:
         print(error, file=sys.stderr)
         return _USAGE_ERROR
     return code if isinstance(code, int) else 0

@@ -111,6 +111,7 @@ class Engine:
         self.precision = precision or Precision()
         self.seed = seed
         self.axis_name = axis_name
+        self.config: Mapping[str, Any] | None = None  # the configuration it was made from, for the record
         self._tx = checked_transformation(tx)
         self._clip_norm = clip_norm
         self._reduction = reduction

@@ -83,7 +83,7 @@ def initialize(
         warnings.warn(note, ConfigWarning, stacklevel=2)
     expect_same("the configuration and the mesh", [settings.source, dict(mesh.shape)])
     batch_size, num_microbatches = _batch(settings, mesh, axes)
-    return Engine(
+    engine = Engine(
         loss_fn,
         _optimizer(settings, tx, use_muon),
         mesh,
@@ -104,6 +104,8 @@ def initialize(
         or (settings.zero_optimization.zero_hpz_partition_size > 1 and axes.replica is not None),
         compiler_options=_options(settings, mesh),
     )
+    engine.config = dict(settings.source)
+    return engine
 
 
 def _mesh(settings: Config, mesh: Mesh | None, axis_name: str) -> Mesh:

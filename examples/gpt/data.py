@@ -9,6 +9,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -55,10 +56,10 @@ def load_text(path: Path | None = None) -> tuple[np.ndarray, np.ndarray]:
     return np.frombuffer(train, np.uint8), np.frombuffer(held_out, np.uint8)
 
 
-def make_batches(text: np.ndarray, batch_size: int, context: int, *, seed: int) -> Iterator[np.ndarray]:
+def make_batches(text: np.ndarray, batch_size: int, context: int, *, seed: int) -> Batches:
     """Endless global batches of random windows, (batch_size, context + 1) uint8; the same for the same seed.
 
-    Inputs are `batch[:, :-1]`, targets `batch[:, 1:]`.
+    Inputs are `batch[:, :-1]`, targets `batch[:, 1:]`. To resume, set `position` to what it was.
 
     Raises:
       ValueError: the text is shorter than one window.
@@ -70,10 +71,26 @@ def make_batches(text: np.ndarray, batch_size: int, context: int, *, seed: int) 
             "each needs context + 1. Give more text with --text, or choose a model with a shorter context."
         )
     windows = np.lib.stride_tricks.sliding_window_view(text, context + 1)  # a view: (num_starts, context + 1)
-    rng = np.random.default_rng(seed)
+    return Batches(windows, batch_size, np.random.default_rng(seed))
 
-    def batches() -> Iterator[np.ndarray]:
-        while True:
-            yield windows[rng.integers(num_starts, size=batch_size)]
 
-    return batches()
+class Batches:
+    """An endless iterator over batches that can tell where it is."""
+
+    def __init__(self, windows: np.ndarray, batch_size: int, rng: np.random.Generator):
+        self._windows, self._batch_size, self._rng = windows, batch_size, rng
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return self
+
+    def __next__(self) -> np.ndarray:
+        return self._windows[self._rng.integers(len(self._windows), size=self._batch_size)]
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """Where the next batch comes from: dicts, strings and numbers."""
+        return self._rng.bit_generator.state
+
+    @position.setter
+    def position(self, position: dict[str, Any]) -> None:
+        self._rng.bit_generator.state = position
