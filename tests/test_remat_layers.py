@@ -147,13 +147,13 @@ def test_layers_are_cut_into_that_many_segments(num_checkpoints):
             )
 
 
-def temp_bytes(settings, num_layers, rows=256, width=32):
-    """Temporary bytes of the gradient of a model whose layers have 8 hidden units per input."""
+def temp_bytes(settings, num_layers, rows=256, width=32, hidden=8):
+    """Temporary bytes of the gradient of a model whose layers have `hidden` hidden units per input."""
     body = lambda x, p: x + jnp.tanh(jnp.sin(x @ p["up"])) @ p["down"]
     loss = lambda params, x: over(body)(x, params).mean()
     params = {
-        "up": jnp.ones((num_layers, width, 8 * width)),
-        "down": jnp.ones((num_layers, 8 * width, width)),
+        "up": jnp.ones((num_layers, width, hidden * width)),
+        "down": jnp.ones((num_layers, hidden * width, width)),
     }
     wrapped = loss if settings is None else remat_layers(loss, ActivationSettings(**settings))
     compiled = jax.jit(jax.grad(wrapped)).lower(params, jnp.ones((rows, width))).compile()
@@ -173,10 +173,10 @@ def test_temporary_bytes_grow_by_the_boundary_only():
 
 def test_memory_of_segments_is_that_of_boundaries_and_one_segment():
     two, four = (temp_bytes({"num_checkpoints": s}, 36) for s in (2, 4))
-    each, nested = temp_bytes({}, 36), temp_bytes({"policy": "nested"}, 36)
     assert two - four > 9 * 8 * BOUNDARY_BYTES  # 18 layers at once, against 9
-    assert nested < four  # 6 + 6 boundaries and one layer, against 4 boundaries and 9 layers
-    assert each - nested > 12 * BOUNDARY_BYTES  # ... against 36 boundaries and one layer
+    # 6 + 6 boundaries, against 36; weights are small here, and the loops hold copies of them
+    each, nested = (temp_bytes(s, 36, rows=2048, hidden=1) for s in ({}, {"policy": "nested"}))
+    assert each - nested > 20 * 8 * BOUNDARY_BYTES
 
 
 def saved_shapes(loss):

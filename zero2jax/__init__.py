@@ -17,11 +17,15 @@ from zero2jax.mesh import make_mesh
 from zero2jax.plan_report import PlanReport
 from zero2jax.planner import Program, plan
 from zero2jax.precision import Precision
+from zero2jax.remat import layer, remat
+from zero2jax.remat_layers import ActivationSettings, remat_layers
+from zero2jax.remat_policies import remat_policy
 from zero2jax.shard_optimizer import shard_optimizer
 from zero2jax.shard_plan import LeafPlan, ShardPlan, make_shard_plan
 from zero2jax.state import TrainState
 
 __all__ = [
+    "ActivationSettings",
     "Audit",
     "Config",
     "ConfigError",
@@ -40,11 +44,15 @@ __all__ = [
     "audit",
     "estimate",
     "initialize",
+    "layer",
     "live_bytes",
     "load_config",
     "make_mesh",
     "make_shard_plan",
     "plan",
+    "remat",
+    "remat_layers",
+    "remat_policy",
     "resolve_auto",
     "shard_optimizer",
 ]

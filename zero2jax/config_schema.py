@@ -21,6 +21,7 @@ from zero2jax.config_values import (
     integer,
     number,
     optional,
+    remat_rule,
     setting,
     text,
 )
@@ -153,7 +154,7 @@ class DataTypes:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing:
-    """`activation_checkpointing`."""
+    """`activation_checkpointing`; `policy` is not a key of DeepSpeed, which ignores it."""
 
     partition_activations: bool = setting(False, boolean())
     cpu_checkpointing: bool = setting(False, boolean())
@@ -161,6 +162,7 @@ class ActivationCheckpointing:
     number_checkpoints: int | None = setting(None, optional(integer(1)))
     synchronize_checkpoint_boundary: bool = setting(False, boolean())
     profile: bool = setting(False, boolean())
+    policy: Any = setting(None, optional(remat_rule()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from zero2jax.mesh import DATA_AXIS, check_mesh, replicated
 from zero2jax.optimizer import checked_transformation
 from zero2jax.precision import Precision
 from zero2jax.pytrees import LeafPredicate, PyTree, is_function, shapes_of
+from zero2jax.remat_layers import ActivationSettings, remat_layers
 from zero2jax.shard_plan import ShardPlan, guess_layer_dims
 from zero2jax.state import (
     Layout,
@@ -62,6 +63,7 @@ class Engine:
         takes "once" when a stage-2 step has several microbatches.
       seed: seed of the keys that `loss_fn` gets; they differ per step, device and microbatch, not by stage.
       axis_name: mesh axis that state is sharded over.
+      activations: what is saved of the loss function's layers for backward, and where; None leaves it to the loss.
       compiler_options: for the compilation of this step alone, as for `jax.jit`; or a function that makes them
         from the shard plan of the parameters.
 
@@ -94,6 +96,7 @@ class Engine:
         gather: str = "auto",
         seed: int = 0,
         axis_name: str = DATA_AXIS,
+        activations: ActivationSettings | None = None,
         compiler_options: Mapping[str, Any] | Callable[[ShardPlan], Mapping[str, Any]] | None = None,
     ):
         _check_settings(stage, num_microbatches, gather, reduction)
@@ -106,6 +109,11 @@ class Engine:
         self.precision = precision or Precision()
         self.seed = seed
         self.axis_name = axis_name
+        self.activations = activations
+        # made once: it says what it has to say once
+        self._saving_loss = (
+            None if activations is None else remat_layers(losses.normalized(loss_fn), activations, mesh)
+        )
         self._tx = checked_transformation(tx)
         self._clip_norm = clip_norm
         self._reduction = reduction
@@ -294,7 +302,8 @@ class Engine:
             self._gather_once,
             self.precision,
         )
-        loss = losses.normalized(loss_fn or self.loss_fn)
+        trained = self._saving_loss if loss_fn is None else None
+        loss = trained or losses.normalized(loss_fn or self.loss_fn)
         return StepProgram(
             loss,
             self._tx,

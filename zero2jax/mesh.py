@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 DATA_AXIS = "data"
+MODEL_AXIS = "model"
 
 
 def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axes: int) -> Mesh:
