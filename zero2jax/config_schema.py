@@ -28,6 +28,7 @@ from zero2jax.config_values import (
 
 _DTYPE = optional(choice("fp16", "bf16", "fp32"))
 _COUNT = integer(0)
+_POLICY = optional(remat_rule())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +163,7 @@ class ActivationCheckpointing:
     number_checkpoints: int | None = setting(None, optional(integer(1)))
     synchronize_checkpoint_boundary: bool = setting(False, boolean())
     profile: bool = setting(False, boolean())
-    policy: Any = setting(None, optional(remat_rule()))
+    policy: Any = setting(None, _POLICY)  # noqa: RUF009
 
 
 @dataclass(frozen=True, kw_only=True)

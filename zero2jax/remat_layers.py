@@ -77,8 +77,31 @@ class ActivationSettings:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """What backward recomputes at once: one layer or several, as a function of flat arrays.
+
+    Attributes:
+      function: the segment, without any `jax.checkpoint`.
+      inputs: shapes of its arguments, on one device if it was traced there.
+      policy: what it saves.
+      num_layers: layers in it.
+      num_runs: how often it runs in a loss.
+    """
+
+    function: Callable[..., Any]
+    inputs: tuple[jax.ShapeDtypeStruct, ...]
+    policy: Policy
+    num_layers: int
+    num_runs: int
+
+
 def remat_layers(
-    loss_fn: Callable[..., PyTree], settings: ActivationSettings, mesh: Mesh | None = None
+    loss_fn: Callable[..., PyTree],
+    settings: ActivationSettings,
+    mesh: Mesh | None = None,
+    *,
+    on_segment: Callable[[Segment], None] = lambda segment: None,
 ) -> Callable[..., PyTree]:
     """A function that computes what `loss_fn` does, and saves for backward what the settings say.
 
@@ -86,6 +109,7 @@ def remat_layers(
       loss_fn: any function whose first argument is the tree of parameters; all arguments are trees of arrays.
       settings: see `ActivationSettings`.
       mesh: needed to partition.
+      on_segment: called with each `Segment` when the function is traced.
 
     Raises:
       ValueError: an axis that the mesh does not have. When the function is traced: more segments than layers; a policy
@@ -98,7 +122,7 @@ def remat_layers(
       >>> jax.grad(saving)(jnp.zeros((4, 3, 3)), jnp.ones((2, 3))).shape
       (4, 3, 3)
     """
-    rewriter = _Rewriter(settings, _boundary(settings, mesh))
+    rewriter = _Rewriter(settings, _boundary(settings, mesh), on_segment)
 
     @functools.wraps(loss_fn)
     def wrapped(params: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -237,6 +261,7 @@ class _Rewriter:
 
     settings: ActivationSettings
     boundary: Boundary
+    on_segment: Callable[[Segment], None]
     said: set[str] = dataclasses.field(default_factory=set)
 
     def say(self, message: str) -> None:
@@ -314,27 +339,36 @@ class _Rewriter:
         carry, xs = tuple(rest[:num_carry]), rest[num_carry:]
         length, reverse = options["length"], options["reverse"]
         num_segments = self._num_segments(length)
-        wrap = functools.partial(self.boundary.wrap, policy=policy, prevent_cse=False)
 
         def layer(*arrays: Any) -> tuple[Any, ...]:
-            return tuple(_inlined(body, [*consts, *arrays], own))
+            return tuple(_inlined(body, arrays, own))
 
         def segment(*arrays: Any) -> tuple[Any, ...]:
             inner = jax.checkpoint(layer, prevent_cse=False) if nested else layer
-            return tuple(_scan(inner, 0, num_carry, arrays, options | {"length": None}))
+            return tuple(_scan(inner, num_consts, num_carry, arrays, options | {"length": None}))
 
-        kept = [self.boundary.applies_to(x) for x in carry] + [False] * len(xs)
+        kept = [self.boundary.applies_to(x) for x in carry]
+        kept = [*[False] * num_consts, *kept, *[False] * len(xs)]
+
+        def loop(
+            run: Callable[..., Any], num_layers: int, arrays: list[Any], options: dict[str, Any]
+        ) -> list[Any]:
+            fixed, slices = arrays[: num_consts + num_carry], arrays[num_consts + num_carry :]
+            shapes = [*map(_shape, fixed), *(_shape(x, dropped=1) for x in slices)]
+            self.on_segment(Segment(run, tuple(shapes), policy, num_layers, options["length"]))
+            wrapped = self.boundary.wrap(run, policy, kept, prevent_cse=False)
+            return _scan(wrapped, num_consts, num_carry, arrays, options)
+
         if num_segments == length:
-            return _scan(wrap(layer, is_boundary=kept), 0, num_carry, [*carry, *xs], options)
+            return loop(layer, 1, [*consts, *carry, *xs], options)
         pieces = []
-        parts = list(_segments(length, num_segments))
+        parts = _segments(length, num_segments)
         for start, count, size in reversed(parts) if reverse else parts:
             stop = start + count * size
             whole = stop - start == length
             cut = [x if whole else jax.lax.slice_in_dim(x, start, stop) for x in xs]
             cut = [x.reshape(count, size, *x.shape[1:]) for x in cut]  # (L, ...) -> (S, L/S, ...)
-            outer = {"length": count, "reverse": reverse}
-            out = _scan(wrap(segment, is_boundary=kept), 0, num_carry, [*carry, *cut], outer)
+            out = loop(segment, size, [*consts, *carry, *cut], {"length": count, "reverse": reverse})
             carry = tuple(out[:num_carry])
             pieces.append([y.reshape(count * size, *y.shape[2:]) for y in out[num_carry:]])
         pieces = pieces[::-1] if reverse else pieces
@@ -375,6 +409,7 @@ class _Rewriter:
         kept = [
             v not in other and self.boundary.applies_to(x) for v, x in zip(part.inputs, operands, strict=True)
         ]
+        self.on_segment(Segment(segment, tuple(map(_shape, operands)), policy, len(blocks), 1))
         return self.boundary.wrap(segment, policy, kept, prevent_cse=True)(*operands)  # type: ignore[no-any-return]
 
 
@@ -383,6 +418,10 @@ _WHOLE = (
     "whole stack, and then holds what every layer needs, as if there were no checkpoint. Checkpoint each layer, or "
     "segments of them (num_checkpoints)."
 )
+
+
+def _shape(x: Any, dropped: int = 0) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape[dropped:], x.dtype)
 
 
 def _policy_name(policy: Any) -> str:
