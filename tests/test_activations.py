@@ -42,7 +42,9 @@ def loss(params, batch, rng, wrap=lambda block: block):
         return x + hidden @ layer["down"], None
 
     stack = {name: params[name] for name in ("down", "up")}
-    keys = jax.random.split(rng, LAYERS)
+    # a generator that compiles fast
+    keys = jax.random.wrap_key_data(jnp.tile(jax.random.key_data(rng), 2), impl="unsafe_rbg")
+    keys = jax.random.split(keys, LAYERS)
     x, _ = jax.lax.scan(wrap(block), params["embed"][batch[:, 0]], (stack, keys))
     logits = (x @ params["embed"].T).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1]).mean()
@@ -133,6 +135,27 @@ def test_evaluation_saves_nothing_and_stays_as_it_is():
     plain = make_engine()
     expected = plain.evaluate(plain.init(make_params(), batch=BATCH), BATCH)
     assert engine.evaluate(state, BATCH) == expected
+
+
+def test_the_profile_is_printed_once_and_in_the_metrics(capsys):
+    engine = make_engine(zero2jax.ActivationSettings(num_checkpoints=2, profile=True))
+    state, metrics = engine.step(engine.init(make_params(), batch=BATCH), BATCH)
+    longer, shorter = metrics["activation_profile"]["segments"]
+    assert (longer["num_layers"], longer["num_runs"]) == (2, 1)
+    assert (shorter["num_layers"], shorter["num_runs"]) == (1, 1)
+    # 8 examples of width 6 on each of 2 devices, fp32; more if nothing is recomputed
+    assert longer["saved_bytes"] == shorter["saved_bytes"] == 8 * WIDTH * 4
+    assert longer["everything_bytes"] > shorter["everything_bytes"] > shorter["saved_bytes"]
+    for phase in ("forward", "backward"):
+        assert longer[phase]["seconds"] > 0
+    assert longer["recompute_s"] >= 0
+    printed = capsys.readouterr().out
+    assert re.search(r"segment of +runs +forward +recompute +backward +saved +instead of", printed)
+    _, again = engine.step(state, BATCH)
+    assert again["activation_profile"] == metrics["activation_profile"]
+    assert not capsys.readouterr().out
+    with pytest.raises(ValueError, match="this engine leaves them to the loss function"):
+        make_engine().activation_profile(BATCH)
 
 
 # --- the block of a configuration -------------------------------------------------------------------------------

@@ -44,6 +44,11 @@ def inputs(jaxpr: Any) -> Sequence[Any]:
     return getattr(jaxpr, "jaxpr", jaxpr).invars
 
 
+def outputs(jaxpr: Any) -> Sequence[Any]:
+    """The output variables of an open or closed jaxpr, literals among them."""
+    return getattr(jaxpr, "jaxpr", jaxpr).outvars
+
+
 def evaluate(jaxpr: Any, args: Sequence[Any], apply: Callable[[Any, list[Any]], Sequence[Any]]) -> list[Any]:
     """Run a jaxpr on `args`, handing each equation and its operands to `apply`; returns the outputs.
 

@@ -84,6 +84,7 @@ class Segment:
     Attributes:
       function: the segment, without any `jax.checkpoint`.
       inputs: shapes of its arguments, on one device if it was traced there.
+      is_boundary: which of them are activations that enter it.
       policy: what it saves.
       num_layers: layers in it.
       num_runs: how often it runs in a loss.
@@ -91,6 +92,7 @@ class Segment:
 
     function: Callable[..., Any]
     inputs: tuple[jax.ShapeDtypeStruct, ...]
+    is_boundary: tuple[bool, ...]
     policy: Policy
     num_layers: int
     num_runs: int
@@ -355,7 +357,7 @@ class _Rewriter:
         ) -> list[Any]:
             fixed, slices = arrays[: num_consts + num_carry], arrays[num_consts + num_carry :]
             shapes = [*map(_shape, fixed), *(_shape(x, dropped=1) for x in slices)]
-            self.on_segment(Segment(run, tuple(shapes), policy, num_layers, options["length"]))
+            self.on_segment(Segment(run, tuple(shapes), tuple(kept), policy, num_layers, options["length"]))
             wrapped = self.boundary.wrap(run, policy, kept, prevent_cse=False)
             return _scan(wrapped, num_consts, num_carry, arrays, options)
 
@@ -409,7 +411,7 @@ class _Rewriter:
         kept = [
             v not in other and self.boundary.applies_to(x) for v, x in zip(part.inputs, operands, strict=True)
         ]
-        self.on_segment(Segment(segment, tuple(map(_shape, operands)), policy, len(blocks), 1))
+        self.on_segment(Segment(segment, tuple(map(_shape, operands)), tuple(kept), policy, len(blocks), 1))
         return self.boundary.wrap(segment, policy, kept, prevent_cse=True)(*operands)  # type: ignore[no-any-return]
 
 
