@@ -204,8 +204,8 @@ class Engine:
           The new state, and metrics, replicated scalars unless said otherwise: `loss`, the (weighted) mean over the
           batch; `grad_norm` and `grad_norm_clipped`, the global norm before and after `clip_norm`; `learning_rate`,
           NaN if the optimizer's state does not show it (`optax.inject_hyperparams` does); `applied`, whether the
-          update was; `weight`, the total weight; `aux`, what the loss function returned besides, averaged; with `profile`
-          in the activation settings, `activation_profile`, measured after the first step.
+          update was; `weight`, the total weight; `aux`, what the loss function returned besides, averaged; with
+          `profile` in the activation settings, `activation_profile`, measured after the first step.
 
         Raises:
           ValueError: the batch cannot be cut up; the state has another structure; the loss is not a scalar.
