@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import zero2jax
 from zero2jax.config import ConfigError, ConfigWarning
+from zero2jax.hlo import arrays
 
 LAYERS, WIDTH, HIDDEN, VOCAB = 3, 6, 10, 7
 BATCH = np.random.default_rng(0).integers(0, VOCAB, (16, 2)).astype(np.int32)
@@ -121,6 +122,15 @@ def test_a_segment_gathers_its_slice_in_backward():
     ).lower(BATCH)
     text = lowered.compile().as_text()
     assert re.search(r"f32\[24\]\S* all-gather\(\S*f32\[12\]|f32\[24\]\S* all-gather", text)
+
+
+def test_saved_activations_are_one_buffer_of_the_loop():
+    engine = make_engine(zero2jax.ActivationSettings(contiguous=True))
+    module = zero2jax.audit(engine.lower(BATCH).compile()).module
+    loops = [i for name in module.computations for i in module.instructions(name) if i.opcode == "while"]
+    stacked = [a.shape for i in loops for a in arrays(i.type) if a.shape == (LAYERS, 8, WIDTH)]
+    # one buffer, written by the forward loop and read by the backward loop; no other array of a layer's activations
+    assert 1 <= len(stacked) <= len(loops)
 
 
 def test_barriers_are_in_the_lowered_step():
