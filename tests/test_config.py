@@ -350,10 +350,6 @@ def test_ignored_keys_are_named_once():
         (zero(stage=2, offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer.device"),
         (zero(stage=3, zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
         (zero(stage=2, ignore_unused_parameters=False), "zero_optimization.ignore_unused_parameters"),
-        (
-            {"activation_checkpointing": {"cpu_checkpointing": True}},
-            "activation_checkpointing.cpu_checkpointing",
-        ),
         ({"tensorboard": {"enabled": True, "output_path": "x"}}, "tensorboard.enabled"),
         ({"csv_monitor": {"enabled": True}}, "csv_monitor.enabled"),
         ({"wandb": {"enabled": True}}, "wandb.enabled"),

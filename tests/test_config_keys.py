@@ -14,6 +14,11 @@ FROZEN = {
         data_types.grad_accum_dtype data_types.param_dtype zero_optimization.stage
         zero_optimization.reduce_bucket_size zero_optimization.allgather_bucket_size
         zero_optimization.overlap_comm
+        activation_checkpointing.partition_activations activation_checkpointing.cpu_checkpointing
+        activation_checkpointing.contiguous_memory_optimization
+        activation_checkpointing.number_checkpoints
+        activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile
+        activation_checkpointing.policy
     """,
     Treatment.NO_EFFECT: """
         zero_optimization.contiguous_gradients zero_optimization.reduce_scatter
@@ -36,7 +41,6 @@ FROZEN = {
         zero_force_ds_cpu_optimizer bf16.immediate_grad_update data_types.buffer_dtype
         prescale_gradients gradient_predivide_factor seq_parallel_communication_data_type
         sparse_gradients disable_allgather graph_harvesting
-        activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile
         steps_per_print log_level dataloader_drop_last vocabulary_size timers.throughput.enabled
         timers.throughput.synchronized checkpoint.tag_validation checkpoint.load_universal
         checkpoint.use_node_local_storage checkpoint.parallel_write.pipeline_stage
@@ -63,9 +67,7 @@ FROZEN = {
         zero_optimization.zero_quantized_nontrainable_weights
         zero_optimization.zero_quantized_gradients zero_optimization.zeropp_loco_param
         bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
-        activation_checkpointing.partition_activations activation_checkpointing.cpu_checkpointing
-        activation_checkpointing.contiguous_memory_optimization
-        activation_checkpointing.number_checkpoints wall_clock_breakdown memory_breakdown dump_state
+        wall_clock_breakdown memory_breakdown dump_state
         flops_profiler.enabled flops_profiler.recompute_fwd_factor flops_profiler.profile_step
         flops_profiler.module_depth flops_profiler.top_modules flops_profiler.detailed
         flops_profiler.output_file tensorboard.enabled tensorboard.output_path tensorboard.job_name

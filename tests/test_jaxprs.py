@@ -168,3 +168,38 @@ def test_names_and_metadata_survive_evaluation():
     text = again.lower(1.0).as_text(debug_info=True)
     assert "outer/inner/sin" in text
     assert 'mark = "yes"' in text
+
+
+def test_a_run_of_equations_is_a_function_of_what_it_reads():
+    def fun(x, y):
+        a = jnp.sin(x)
+        b = a * y
+        c = b + a
+        return c - x, b
+
+    jaxpr, _ = jaxprs.trace(fun, jnp.float32(1), jnp.float32(2))
+    (run,) = jaxprs.runs(jaxpr, [(1, 3)])  # b and c, from a and y
+    assert len(run.inputs) == len(run.outputs) == 2
+    seen = []
+    apply_run = lambda part, operands: seen.append(part) or jaxprs.evaluate_run(part, operands, jaxprs.bind)
+    x, y = jnp.float32(0.3), jnp.float32(-2)
+    found = jaxprs.evaluate_by_runs(jaxpr, [x, y], [run], jaxprs.bind, apply_run)
+    assert found == list(fun(x, y))
+    assert seen == [run]
+
+
+def test_what_comes_from_some_inputs_alone():
+    jaxpr, _ = jaxprs.trace(lambda p, x: (p * 2).sum() + (p.T @ x).sum(), jnp.ones((2, 2)), jnp.ones((2, 2)))
+    found = jaxprs.from_inputs(jaxpr, [True, False])
+    alone = {e.primitive.name for e in jaxprs.equations(jaxpr) if all(v in found for v in e.outvars)}
+    assert {"mul", "transpose", "reduce_sum"} >= alone >= {"mul", "transpose"}
+    assert not any(
+        e.outvars[0] in found for e in jaxprs.equations(jaxpr) if e.primitive.name == "dot_general"
+    )
+
+
+def test_names_of_tensors_are_found_at_every_depth():
+    named = lambda x: jax.jit(lambda x: jax.ad_checkpoint.checkpoint_name(x, "inner"))(x)
+    fun = lambda x: jax.lax.scan(lambda c, _: (named(c), None), x, None, length=2)[0]
+    jaxpr, _ = jaxprs.trace(fun, jnp.ones(2))
+    assert jaxprs.tensor_names(jaxpr) == {"inner"}

@@ -24,6 +24,9 @@ from zero2jax.plan_report import PlanReport
 from zero2jax.planner import Program, plan
 from zero2jax.precision import Precision
 from zero2jax.preemption import PREEMPTED_EXIT_CODE, Preemption
+from zero2jax.remat import layer, remat
+from zero2jax.remat_layers import ActivationSettings, remat_layers
+from zero2jax.remat_policies import remat_policy
 from zero2jax.roll_call import StartError
 from zero2jax.shard_optimizer import shard_optimizer
 from zero2jax.shard_plan import LeafPlan, ShardPlan, make_shard_plan
@@ -32,6 +35,7 @@ from zero2jax.step_times import StepClock, StepTimes
 
 __all__ = [
     "PREEMPTED_EXIT_CODE",
+    "ActivationSettings",
     "Audit",
     "BatchOrder",
     "CheckpointError",
@@ -62,6 +66,7 @@ __all__ = [
     "global_batch",
     "init_distributed",
     "initialize",
+    "layer",
     "live_bytes",
     "load_config",
     "load_exported",
@@ -69,6 +74,9 @@ __all__ = [
     "make_mesh",
     "make_shard_plan",
     "plan",
+    "remat",
+    "remat_layers",
+    "remat_policy",
     "resolve_auto",
     "shard_optimizer",
 ]

@@ -23,11 +23,13 @@ from zero2jax.plan_command import (
     load_function,
     parse_axes,
     parse_vary,
+    run_activations,
     run_plan,
     run_search,
     set_up_jax,
 )
 from zero2jax.planner import PlanSettings
+from zero2jax.remat_policies import known_words, nearest
 from zero2jax.targets import DEVICES_PER_HOST, MEMORY_FRACTION, get_target
 
 _USAGE_ERROR = 2
@@ -118,6 +120,40 @@ def plan(
         run_search(function, config, settings, varied, as_json=json)
     else:
         run_plan(function, config, settings, as_json=json, png=png)
+
+
+def activations(
+    program: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:FUNCTION")],
+    axes: str,
+    target: str = "local",
+    config: str | None = None,
+    policies: tuple[str, ...] = (),
+    json: bool = False,
+    devices_per_host: int = DEVICES_PER_HOST,
+    memory_fraction: float = MEMORY_FRACTION,
+) -> None:
+    """Compile the step under each remat policy: what it keeps in memory, and what it recomputes.
+
+    Args:
+        program: A function that returns a zero2jax.Program, as in examples.gpt.program:program.
+        axes: Mesh axes, data=8 or data=25,model=16.
+        target: v100-32gb, a100-80gb, h100-80gb, h200, b200, local or cpu.
+        config: DeepSpeed JSON; without one, stage 2 with bf16.
+        policies: Words of zero2jax.remat_policy, or nested; all that need no names of your own, if absent.
+        json: Print JSON.
+        devices_per_host: Devices of one host.
+        memory_fraction: Part of a card that the program may use (XLA_CLIENT_MEM_FRACTION).
+    """
+    sizes = parse_axes(axes)
+    unknown = [policy for policy in policies if policy not in known_words()]
+    if unknown:
+        raise UsageError(f"reading --policies {unknown[0]}: {nearest(unknown[0], known_words())}")
+    try:
+        settings = PlanSettings(sizes, get_target(target), devices_per_host, memory_fraction)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    set_up_jax(target, sizes)
+    run_activations(load_function(program), config, settings, policies, as_json=json)
 
 
 def estimate(
@@ -223,6 +259,7 @@ def export(
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
+    "activations": activations,
     "check": check,
     "estimate": estimate,
     "export": export,

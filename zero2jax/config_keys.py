@@ -76,6 +76,19 @@ _IMPLEMENTED = {
     **_table(
         Treatment.IMPLEMENTED,
         {
+            "partition_activations": "saved boundary activations split over the axis `model`",
+            "cpu_checkpointing": "saved boundary activations in pinned host memory",
+            "contiguous_memory_optimization": "one buffer, which the loop over layers has; unrolled models are refused",
+            "number_checkpoints": "segments that the layers are cut into; null = one per layer",
+            "synchronize_checkpoint_boundary": "an optimization barrier at each boundary",
+            "profile": "time and bytes of a segment: engine.activation_profile",
+            "policy": "not DeepSpeed's: what a layer saves, `zero2jax.remat_policy`",
+        },
+        "activation_checkpointing.",
+    ),
+    **_table(
+        Treatment.IMPLEMENTED,
+        {
             "lr": "learning rate, visible in the optimizer state",
             "betas": "decay of the moments",
             "eps": "placed where DeepSpeed's kernel has it",
@@ -174,8 +187,6 @@ _NO_EFFECT = {
             "sparse_gradients": "gradients are dense",
             "disable_allgather": "parameters are always all-gathered",
             "graph_harvesting": "the whole step is one compiled program",
-            "activation_checkpointing.synchronize_checkpoint_boundary": "the step is one program",
-            "activation_checkpointing.profile": "a profiler trace shows the recomputation",
             "steps_per_print": "step returns its metrics, the loop prints them",
             "log_level": "logging belongs to the program",
             "dataloader_drop_last": "the loop brings its own batches",
@@ -261,10 +272,6 @@ _NOT_YET = {
         {
             "bf16.bf16_master_weights_and_grads": "no fp32 masters",
             "bf16.bf16_optimizer_states": "bf16 optimizer state",
-            "activation_checkpointing.partition_activations": "saved activations split over the model axis",
-            "activation_checkpointing.cpu_checkpointing": "saved activations in host memory",
-            "activation_checkpointing.contiguous_memory_optimization": "an arena for saved activations",
-            "activation_checkpointing.number_checkpoints": "size of that arena",
             "wall_clock_breakdown": "time of each phase",
             "memory_breakdown": "memory lines",
             "dump_state": "print of the state at the start",

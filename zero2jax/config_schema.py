@@ -21,12 +21,14 @@ from zero2jax.config_values import (
     integer,
     number,
     optional,
+    remat_rule,
     setting,
     text,
 )
 
 _DTYPE = optional(choice("fp16", "bf16", "fp32"))
 _COUNT = integer(0)
+_POLICY = optional(remat_rule())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +155,7 @@ class DataTypes:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing:
-    """`activation_checkpointing`."""
+    """`activation_checkpointing`; `policy` is not a key of DeepSpeed, which ignores it."""
 
     partition_activations: bool = setting(False, boolean())
     cpu_checkpointing: bool = setting(False, boolean())
@@ -161,6 +163,7 @@ class ActivationCheckpointing:
     number_checkpoints: int | None = setting(None, optional(integer(1)))
     synchronize_checkpoint_boundary: bool = setting(False, boolean())
     profile: bool = setting(False, boolean())
+    policy: Any = setting(None, _POLICY)  # noqa: RUF009
 
 
 @dataclass(frozen=True, kw_only=True)

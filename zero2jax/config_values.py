@@ -224,6 +224,23 @@ def asked_for() -> Rule:
     return Rule("an object whose 'enabled', if there, is true or false", convert)
 
 
+def remat_rule() -> Rule:
+    """A remat policy: a word, tensor names with actions, or several; which words there are is known to the engine."""
+
+    def convert(value: Any) -> Any:
+        several = isinstance(value, (list, tuple)) and value
+        if not several and not isinstance(value, (str, Mapping)):
+            raise Refused
+        if several:
+            return tuple(convert(item) for item in value)
+        return dict(value) if isinstance(value, Mapping) else value
+
+    return Rule(
+        "a remat policy: a word, an object from tensor names to 'save', 'recompute' or 'offload', or a list of them",
+        convert,
+    )
+
+
 def setting(
     default: Default, rule: Rule, *, aliases: tuple[str, ...] = (), old: tuple[str, ...] = ()
 ) -> Default:

@@ -3,7 +3,9 @@
 `jax.jit`, donation and the checks before tracing live here; `step` holds the pure functions that are jitted.
 """
 
+import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,12 +18,14 @@ from jax.sharding import Mesh
 from zero2jax import losses
 from zero2jax.batches import abstract_batch, check_batch, place_batch
 from zero2jax.gradients import GradientSettings
-from zero2jax.losses import LossFn
+from zero2jax.losses import Loss, LossFn
 from zero2jax.memory import MemoryReport, measure_memory
 from zero2jax.mesh import DATA_AXIS, axis_size, data_axes, replicated
 from zero2jax.optimizer import checked_transformation
 from zero2jax.precision import Precision
 from zero2jax.pytrees import LeafPredicate, PyTree, is_function, shapes_of
+from zero2jax.remat_layers import ActivationSettings, Segment, remat_layers
+from zero2jax.remat_profile import ActivationProfile, profile_segments
 from zero2jax.shard_plan import ShardPlan, guess_layer_dims
 from zero2jax.state import (
     Layout,
@@ -64,6 +68,7 @@ class Engine:
       axis_name: mesh axis that state is sharded over.
       shard_over_replicas: on a mesh with an axis `replica`, shard the state at rest over that axis too, instead of
         keeping a copy of it in each group of devices; see `zero2jax.mesh.DataAxes`.
+      activations: what is saved of the loss function's layers for backward, and where; None leaves it to the loss.
       compiler_options: for the compilation of this step alone, as for `jax.jit`; or a function that makes them
         from the shard plan of the parameters.
 
@@ -97,6 +102,7 @@ class Engine:
         seed: int = 0,
         axis_name: str = DATA_AXIS,
         shard_over_replicas: bool = False,
+        activations: ActivationSettings | None = None,
         compiler_options: Mapping[str, Any] | Callable[[ShardPlan], Mapping[str, Any]] | None = None,
     ):
         _check_settings(stage, num_microbatches, gather, reduction)
@@ -112,6 +118,11 @@ class Engine:
         self.seed = seed
         self.axis_name = axis_name
         self.config: Mapping[str, Any] | None = None  # the configuration it was made from, for the record
+        self.activations = activations
+        # made once: it says what it has to say once
+        self._saving_loss = (
+            None if activations is None else remat_layers(losses.normalized(loss_fn), activations, mesh)
+        )
         self._tx = checked_transformation(tx)
         self._clip_norm = clip_norm
         self._reduction = reduction
@@ -199,7 +210,8 @@ class Engine:
           The new state, and metrics, replicated scalars unless said otherwise: `loss`, the (weighted) mean over the
           batch; `grad_norm` and `grad_norm_clipped`, the global norm before and after `clip_norm`; `learning_rate`,
           NaN if the optimizer's state does not show it (`optax.inject_hyperparams` does); `applied`, whether the
-          update was; `weight`, the total weight; `aux`, what the loss function returned besides, averaged.
+          update was; `weight`, the total weight; `aux`, what the loss function returned besides, averaged; with
+          `profile` in the activation settings, `activation_profile`, measured after the first step.
 
         Raises:
           ValueError: the batch cannot be cut up; the state has another structure; the loss is not a scalar.
@@ -212,6 +224,8 @@ class Engine:
             metrics["learning_rate"] is None
         ):  # said here: inside the step, jax_debug_nans would stumble over it
             metrics["learning_rate"] = np.float32(np.nan)
+        if self.activations is not None and self.activations.profile:
+            metrics["activation_profile"] = self._profiled(batch)
         return state, metrics
 
     def evaluate(self, state: TrainState, batch: PyTree, *, loss_fn: LossFn | None = None) -> Any:
@@ -250,11 +264,43 @@ class Engine:
             state, self.lower(batch).compile(), gradients, self.layout, program.settings, self.mesh
         )
 
+    def activation_profile(self, batch: PyTree) -> ActivationProfile:
+        """Time and bytes of each kind of checkpointed segment, one microbatch of a batch of these shapes at a time.
+
+        Compiles and runs the phases of a segment apart from the step; see `zero2jax.remat_profile`.
+
+        Raises:
+          ValueError: the engine has no activation settings.
+        """
+        if self.activations is None:
+            raise ValueError(
+                "profiling saved activations: this engine leaves them to the loss function. Pass "
+                "Engine(activations=ActivationSettings(...)), or switch on a key of activation_checkpointing."
+            )
+        check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
+        segments: list[Segment] = []
+        local = dataclasses.replace(self.activations, partition_axis=None, offload=False)
+        loss = remat_layers(losses.normalized(self.loss_fn), local, on_segment=segments.append)
+        state = self.layout.abstract_state(self.mesh)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the step's own trace says the same
+            program = self._program(self.layout, loss)
+            jax.eval_shape(program.gradients, state, abstract_batch(batch, self.mesh, self.axes.batch))
+        return profile_segments(segments, self.mesh.local_devices[0])
+
+    def _profiled(self, batch: PyTree) -> dict[str, Any]:
+        """The profile as the metrics show it; measured and printed once."""
+        if "profile" not in self._jitted:
+            self._jitted["profile"] = profile = self.activation_profile(batch)
+            if jax.process_index() == 0:
+                print(profile)
+        return self._jitted["profile"].as_dict()  # type: ignore[no-any-return]
+
     def _jitted_evaluate(self, loss_fn: LossFn) -> Any:
         if id(loss_fn) not in self._evaluations:
             while len(self._evaluations) >= _MAX_EVALUATIONS:
                 self._evaluations.pop(next(iter(self._evaluations)))
-            program = self._program(self.layout, loss_fn)
+            program = self._program(self.layout, losses.normalized(loss_fn))
             jitted = jax.jit(program.evaluate, out_shardings=replicated(self.mesh))
             self._evaluations[id(loss_fn)] = loss_fn, jitted
         return self._evaluations[id(loss_fn)][1]
@@ -291,7 +337,7 @@ class Engine:
             param_specs=self._param_specs,
         )
 
-    def _program(self, layout: Layout, loss_fn: LossFn | None = None) -> StepProgram:
+    def _program(self, layout: Layout, loss: Loss | None = None) -> StepProgram:
         settings = GradientSettings(
             layout.params,
             layout.trainable,
@@ -301,9 +347,8 @@ class Engine:
             self.precision,
             self.axes,
         )
-        loss = losses.normalized(loss_fn or self.loss_fn)
         return StepProgram(
-            loss,
+            loss or self._saving_loss or losses.normalized(self.loss_fn),
             self._tx,
             self.mesh,
             layout,

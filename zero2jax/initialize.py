@@ -14,10 +14,11 @@ from zero2jax.config import Config, ConfigError, ConfigWarning, Source, device_n
 from zero2jax.distributed import expect_same
 from zero2jax.engine import Engine
 from zero2jax.losses import LossFn
-from zero2jax.mesh import DATA_AXIS, REPLICA_AXIS, DataAxes, axis_size, data_axes, make_mesh
+from zero2jax.mesh import DATA_AXIS, MODEL_AXIS, REPLICA_AXIS, DataAxes, axis_size, data_axes, make_mesh
 from zero2jax.optimizers import make_optimizer
 from zero2jax.precision import Precision
 from zero2jax.pytrees import LeafPredicate, PyTree
+from zero2jax.remat_layers import ActivationSettings
 from zero2jax.shard_plan import ShardPlan
 from zero2jax.xla_options import compiler_options
 
@@ -39,6 +40,7 @@ def initialize(
     seed: int = 0,
     axis_name: str = DATA_AXIS,
     shard_over_replicas: bool = False,
+    activations: ActivationSettings | None = None,
 ) -> Engine:
     """An engine that trains `loss_fn` as a DeepSpeed-style configuration says.
 
@@ -59,6 +61,8 @@ def initialize(
       seed: seed of the keys that `loss_fn` gets.
       axis_name: mesh axis that state is sharded over.
       shard_over_replicas: as for `Engine`; `zero_hpz_partition_size` means it.
+      activations: what is saved of the layers for backward; by default what the `activation_checkpointing` block
+        says, if any of its keys is on.
 
     Raises:
       ConfigError: the configuration breaks a rule, asks for what the engine cannot do yet, or has no optimizer
@@ -102,6 +106,7 @@ def initialize(
         axis_name=axis_name,
         shard_over_replicas=shard_over_replicas
         or (settings.zero_optimization.zero_hpz_partition_size > 1 and axes.replica is not None),
+        activations=activations or _activations(settings, mesh),
         compiler_options=_options(settings, mesh),
     )
     engine.config = dict(settings.source)
@@ -176,6 +181,36 @@ def _precision(settings: Config, keep_fp32: LeafPredicate | None) -> Precision:
         accumulate_dtype=_DTYPES[accumulated or "fp32"],
         keep_fp32=keep_fp32,
     )
+
+
+def _activations(settings: Config, mesh: Mesh) -> ActivationSettings | None:
+    """What the block asks for; None if all of it is off, for then the model's own checkpoints stay as they are."""
+    block = settings.activation_checkpointing
+    if block == type(block)():
+        return None
+    partition = block.partition_activations
+    if partition and MODEL_AXIS not in mesh.shape:
+        warnings.warn(
+            f"activation_checkpointing.partition_activations has nothing to save: the mesh has the axes "
+            f"{dict(mesh.shape)}, and no other device holds a copy of an activation but along an axis {MODEL_AXIS!r}.",
+            ConfigWarning,
+            stacklevel=3,
+        )
+        partition = False
+    try:
+        return ActivationSettings(
+            policy=block.policy,
+            num_checkpoints=block.number_checkpoints,
+            partition_axis=MODEL_AXIS if partition else None,
+            offload=block.cpu_checkpointing,
+            contiguous=block.contiguous_memory_optimization,
+            barrier=block.synchronize_checkpoint_boundary,
+            profile=block.profile,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"cannot train by {settings.name}", [f"activation_checkpointing.policy: {error}"]
+        ) from error
 
 
 def _options(settings: Config, mesh: Mesh) -> Any:

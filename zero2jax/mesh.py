@@ -83,6 +83,9 @@ def axis_size(mesh: Mesh, axes: AxisName) -> int:
     return math.prod(mesh.shape[name] for name in ((axes,) if isinstance(axes, str) else axes))
 
 
+MODEL_AXIS = "model"
+
+
 def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axes: int) -> Mesh:
     """A mesh with the named axes, all of type Auto: `make_mesh(data=8)`, `make_mesh(data=4, model=2)`.
 

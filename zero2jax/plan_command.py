@@ -20,6 +20,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from zero2jax.activation_table import POLICIES, tabulate_policies
 from zero2jax.config import Source
 from zero2jax.planner import PlanSettings, Program, compile_plan, lower_plan, prepare_plan
 from zero2jax.search import MICROBATCHES, STAGE, SearchReport, search_plans
@@ -157,6 +158,24 @@ def run_search(
         found: SearchReport = search_plans(
             make, config, settings, _bounds(make(), settings) | dict(vary), advance=advance
         )
+    print(json.dumps(found.as_dict(), indent=2) if as_json else found)
+
+
+def run_activations(
+    function: Callable[..., Program],
+    config: Source | None,
+    settings: PlanSettings,
+    policies: Sequence[str],
+    *,
+    as_json: bool,
+) -> None:
+    """Compile the program under each remat policy, and print the table."""
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    make = lambda **arguments: call_program(function, **arguments).for_config(config)
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task(f"compiling for {settings.target.name}", total=None)
+        advance = lambda done, total: progress.update(bar, completed=done, total=total)
+        found = tabulate_policies(make, config, settings, policies or POLICIES, advance=advance)
     print(json.dumps(found.as_dict(), indent=2) if as_json else found)
 
 

@@ -171,10 +171,14 @@ def prepare_plan(program: Program, config: Source | None, settings: PlanSettings
 
 
 def lower_plan(prepared: PreparedPlan) -> LoweredPlan:
-    """Trace and lower the step."""
+    """Trace and lower the step; warnings become notes."""
     engine, batch = prepared.engine, prepared.program.batch
-    engine.abstract_state(prepared.program.params, batch=batch)
-    return LoweredPlan(prepared, engine.lower(batch))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.abstract_state(prepared.program.params, batch=batch)
+        lowered = engine.lower(batch)
+    notes = dict.fromkeys([*prepared.notes, *(str(w.message) for w in caught)])
+    return LoweredPlan(dataclasses.replace(prepared, notes=tuple(notes)), lowered)
 
 
 def compile_plan(step: LoweredPlan) -> PlanReport:

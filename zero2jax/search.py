@@ -132,12 +132,13 @@ def search_plans(
             program = make_program(**arguments)
             try:
                 prepared = prepare_plan(program, _varied_config(base.source, varied, program), settings)
-            except ValueError as error:  # a rule of the configuration or of the batch
+                lowered = lower_plan(prepared)
+            except ValueError as error:  # a rule of the configuration, of the batch or of the model's layers
                 found.append(Candidate(varied, None, " ".join(str(error).split())))
                 count(None)
                 continue
             # Tracing holds the interpreter and is quick; the compiler runs beside it.
-            future = pool.submit(compile_plan, lower_plan(prepared))
+            future = pool.submit(compile_plan, lowered)
             future.add_done_callback(count)
             found.append(future)
     pairs = zip(combinations, found, strict=True)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 
@@ -62,11 +63,15 @@ class Block(nnx.Module):
         self.down = nnx.Linear(4 * D, D, use_bias=False, kernel_init=out_init, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        heads = self.qkv(self.norm1(x).astype(x.dtype)).reshape(*x.shape[:2], self.num_heads, -1)
+        # The names are for remat policies, which may save or offload a tensor by its name.
+        qkv = checkpoint_name(self.qkv(self.norm1(x).astype(x.dtype)), "qkv_proj")
+        heads = qkv.reshape(*x.shape[:2], self.num_heads, -1)
         q, k, v = jnp.split(heads, 3, axis=-1)  # (B, T, H, 3 D/H) -> 3 * (B, T, H, D/H)
         attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.reshape(x.shape))
-        return x + self.down(jax.nn.gelu(self.up(self.norm2(x).astype(x.dtype))))
+        attended = checkpoint_name(attended.reshape(x.shape), "attention")
+        x = x + checkpoint_name(self.out(attended), "out_proj")
+        hidden = checkpoint_name(self.up(self.norm2(x).astype(x.dtype)), "up_proj")
+        return x + checkpoint_name(self.down(jax.nn.gelu(hidden)), "down_proj")
 
 
 class GPT(nnx.Module):
