@@ -2,7 +2,10 @@
 
 import json
 
+import numpy as np
+import optax
 import pytest
+from helpers import make_batches, make_params, mean_loss, oracle
 from processes import TESTS, launch, results, write_program
 
 EXAMPLE = TESTS.parent / "examples" / "gpt" / "train.py"
@@ -36,19 +39,58 @@ print(json.dumps(found), flush=True)
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     program = write_program(tmp_path_factory.mktemp("engine"), STEPS)
-    return {n: results(launch(program, processes=n, devices=4 // n)) for n in (1, 2, 4)}
+    return {n: results(launch(program, processes=n, devices=8 // n)) for n in (1, 2, 4)}
 
 
 def test_every_process_sees_the_same_numbers(runs):
     for n, found in runs.items():
         assert sorted(found) == list(range(n))
         assert all(other == found[0] for other in found.values())
-        assert found[0][0]["processes"] == [n, 4, 4 // n]
+        assert found[0][0]["processes"] == [n, 8, 8 // n]
 
 
 def test_any_division_into_processes_gives_the_same_bits(runs):
     one, two, four = (runs[n][0][0]["numbers"] for n in (1, 2, 4))
     assert one == two == four
+
+
+# Process 1 dies after a step that has been saved; what is left begins anew from there.
+RESUMED = """
+import json, os, signal, sys
+import jax, numpy as np
+import helpers, zero2jax
+
+startup = zero2jax.init_distributed(initialization_timeout_s=120)
+engine = helpers.make_engine(jax.device_count(), stage=2 if startup.num_restarts else 3)
+params = jax.tree.map(np.asarray, helpers.make_params())
+with zero2jax.Checkpointer(sys.argv[1], engine) as checkpointer:
+    if checkpointer.latest_step() is None:
+        state = engine.init(params)
+    else:
+        engine.abstract_state(params)
+        state, extra = checkpointer.restore()
+    first, losses = int(state.step) + 1, []
+    for step, batch in enumerate(helpers.make_batches(5)[first - 1 :], first):
+        state, metrics = engine.step(state, batch)
+        losses.append(float(metrics["loss"]))
+        checkpointer.save(step, state)
+        if step == 3 and startup.num_restarts == 0:
+            checkpointer.wait()
+            if startup.process_index == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+print(json.dumps({"first": first, "processes": startup.num_processes, "losses": losses}), flush=True)
+"""
+
+
+def test_those_left_after_a_kill_continue_from_the_last_checkpoint(tmp_path):
+    program = write_program(tmp_path, RESUMED)
+    done = launch(program, tmp_path / "checkpoints", devices=2, options=["--max-restarts", "1"])
+    (found,) = results(done)[0]
+    assert (found["first"], found["processes"]) == (4, 1)
+    _, losses, _ = oracle(mean_loss, optax.adam(1e-2), make_params(), make_batches(5))
+    # fp32 sums over two devices instead of one, as in test_step
+    np.testing.assert_allclose(found["losses"], losses[3:], rtol=5e-6)
+    assert "process 1 failed first (SIGKILL)" in done.stderr
 
 
 def test_the_example_runs_under_the_launcher_and_its_first_process_writes(tmp_path):
