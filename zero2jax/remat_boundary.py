@@ -8,7 +8,8 @@
   fenced        behind an optimization barrier, in forward and in backward, across which the compiler moves nothing
 
 Partitioning pays where several devices hold the same activation, which is what tensor parallelism does: over the model
-axis M, the saved bytes fall to 1/M for one all-gather per segment in backward. Over the data axis it saves nothing:
+axis M, the saved bytes fall to 1/M for one all-gather per segment in backward. (And one in forward: `jax.checkpoint`
+runs the same equations both times, so forward works on the gathered slice, too.) Over the data axis it saves nothing:
 each data shard works on other examples, so there is no second copy to drop, and what one device leaves out nobody else
 has. (The article on ZeRO-R, arXiv:1910.02054 section 6.1, names the model-parallel degree; the text that this feature
 is often quoted from says data-parallel degree. DeepSpeed's code partitions over the model-parallel group.)
