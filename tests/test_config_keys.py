@@ -13,7 +13,8 @@ FROZEN = {
         bf16.check_grad_overflow gradient_allreduce_op
         data_types.grad_accum_dtype data_types.param_dtype zero_optimization.stage
         zero_optimization.reduce_bucket_size zero_optimization.allgather_bucket_size
-        zero_optimization.overlap_comm
+        zero_optimization.overlap_comm zero_optimization.mics_shard_size
+        zero_optimization.zero_hpz_partition_size
         activation_checkpointing.partition_activations activation_checkpointing.cpu_checkpointing
         activation_checkpointing.contiguous_memory_optimization
         activation_checkpointing.number_checkpoints
