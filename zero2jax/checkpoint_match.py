@@ -3,6 +3,7 @@
 Pure Python over names, shapes and dtypes.
 """
 
+import difflib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
@@ -36,7 +37,13 @@ def match_leaves(
 
     Raises:
       CheckpointError: leaves are missing, left over, or of another shape or kind; lists them with shapes and dtypes.
+        A prefix in `select` or `rename` matches no leaf.
     """
+    names = [leaf.name for leaf in leaves]
+    check_prefixes(
+        _prefixes(select), [*names, *checkpoint.leaves], f"restoring {checkpoint.folder}", "select"
+    )
+    check_prefixes(renamed_prefixes(rename), names, f"restoring {checkpoint.folder}", "rename")
     chosen, source_name = _predicate(select), renamer(rename)
     sources: list[SavedLeaf | None] = []
     missing, different, elsewhere, converted = [], [], [], []
@@ -87,8 +94,35 @@ def _predicate(select: Selection | None) -> LeafPredicate:
         return lambda name, leaf: True
     if callable(select):
         return select
-    prefixes = [select] if isinstance(select, str) else list(select)
+    prefixes = _prefixes(select)
     return lambda name, leaf: any(_below(name, prefix) for prefix in prefixes)
+
+
+def _prefixes(select: Selection | None) -> list[str]:
+    if select is None or callable(select):
+        return []
+    return [select] if isinstance(select, str) else list(select)
+
+
+def renamed_prefixes(rename: Mapping[str, str] | Callable[[str], str] | None) -> list[str]:
+    """The prefixes of a mapping; none for a function."""
+    return list(rename) if isinstance(rename, Mapping) else []
+
+
+def check_prefixes(prefixes: Sequence[str], names: Sequence[str], doing: str, argument: str) -> None:
+    """Raise an error if a prefix is above none of the names: it is misspelt, and would silently do nothing.
+
+    Raises:
+      CheckpointError: names the prefix, and the nearest names.
+    """
+    for prefix in prefixes:
+        if not any(_below(name, prefix) for name in names):
+            tops = sorted({"/".join(name.split("/")[: prefix.count("/") + 1]) for name in names})
+            near = difflib.get_close_matches(prefix, tops, n=3, cutoff=0.4) or tops[:_SHOWN]
+            raise CheckpointError(
+                f"{doing}: {argument} has {prefix!r}, and no leaf has this name or lies below it. Names begin with "
+                f"their top, as in {near}."
+            )
 
 
 def renamer(rename: Mapping[str, str] | Callable[[str], str] | None) -> Callable[[str], str]:

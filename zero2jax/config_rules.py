@@ -130,11 +130,13 @@ def _activation_rules(config: Config, report: Report) -> None:
     if not block.contiguous_memory_optimization:
         return
     if not block.partition_activations:
-        rule = "contiguous_memory_optimization needs it"
+        rule = "contiguous_memory_optimization needs it, as in DeepSpeed"
         report.error(f"{path}.partition_activations", False, rule, "Switch both on or both off.")
     if block.number_checkpoints is None:
-        rule = "contiguous_memory_optimization needs the number of checkpointed layers"
-        report.error(f"{path}.number_checkpoints", None, rule, "Give the number of layers.")
+        rule = "contiguous_memory_optimization needs the number of segments, as in DeepSpeed"
+        report.error(
+            f"{path}.number_checkpoints", None, rule, "For one per layer, give the number of layers."
+        )
 
 
 def _scheduler_notes(config: Config, report: Report) -> None:

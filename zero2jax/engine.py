@@ -109,6 +109,11 @@ class Engine:
         self.loss_fn = loss_fn
         self.mesh = mesh
         self.stage = stage
+        if shard_over_replicas and stage == 0:
+            raise ValueError(
+                "building the engine: shard_over_replicas at stage 0, which keeps the state whole. Use a "
+                "stage from 1 up, or leave it out."
+            )
         self.axes = data_axes(mesh, axis_name, rest_over_replicas=shard_over_replicas)
         self.num_shards = axis_size(mesh, self.axes.rest)
         self.num_batch_shards = axis_size(mesh, self.axes.batch)

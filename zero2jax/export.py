@@ -26,7 +26,7 @@ from zero2jax.checkpoint_format import (
     find_checkpoint,
     write_text,
 )
-from zero2jax.checkpoint_match import renamer
+from zero2jax.checkpoint_match import check_prefixes, renamed_prefixes, renamer
 from zero2jax.pytrees import PyTree, path_string, shapes_of
 from zero2jax.safetensors_file import FileError, Tensor, read_header, write
 
@@ -126,6 +126,8 @@ def load_exported(
         return arrays
     source = renamer(rename)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes_of(like))
+    names = [path_string(key_path) or BARE for key_path, _ in leaves]
+    check_prefixes(renamed_prefixes(rename), names, f"loading {path}", "rename")
     found, wrong = [], []
     for key_path, shape in leaves:
         name = path_string(key_path) or BARE

@@ -104,8 +104,7 @@ def initialize(
         gather=gather,
         seed=seed,
         axis_name=axis_name,
-        shard_over_replicas=shard_over_replicas
-        or (settings.zero_optimization.zero_hpz_partition_size > 1 and axes.replica is not None),
+        shard_over_replicas=shard_over_replicas or _over_replicas(settings, axes),
         activations=activations or _activations(settings, mesh),
         compiler_options=_options(settings, mesh),
     )
@@ -133,10 +132,16 @@ def _mesh(settings: Config, mesh: Mesh | None, axis_name: str) -> Mesh:
     raise ConfigError(
         f"cannot train by {settings.name}",
         [
-            f"zero_optimization.{name} = {size}: {found}, and the axis {axis_name!r} must have this size. Choose a "
-            f"divisor of the number of devices, or pass mesh=make_mesh({REPLICA_AXIS}=..., {axis_name}={size})."
+            f"zero_optimization.{name} = {size}: {found}, and the axis {axis_name!r} must have this size. Pass "
+            f"mesh=make_mesh({REPLICA_AXIS}=..., {axis_name}={size}), or choose a divisor of the number of devices."
         ],
     )
+
+
+def _over_replicas(settings: Config, axes: DataAxes) -> bool:
+    """Whether `zero_hpz_partition_size` cuts the state over groups; at stage 0 nothing is cut."""
+    zero = settings.zero_optimization
+    return zero.zero_hpz_partition_size > 1 and axes.replica is not None and zero.stage > 0
 
 
 def _batch(settings: Config, mesh: Mesh, axes: DataAxes) -> tuple[int | None, int]:

@@ -122,6 +122,12 @@ def _is_here(hosts: Hosts) -> bool:
     return not others and (is_loopback(host) or host == socket.gethostname())
 
 
+def misplaced_options(arguments: Sequence[str], command: Callable[..., Any]) -> list[str]:
+    """Options of `command` among a script's arguments, most likely meant for the launcher."""
+    names = {"--" + name.replace("_", "-") for name in inspect.signature(command).parameters}
+    return [word for word in arguments if word.split("=")[0].replace("_", "-") in names - {"--platform"}]
+
+
 def split_script(arguments: Sequence[str], command: Callable[..., Any]) -> list[str]:
     """`arguments` of a command with `--` before its first word that is no option, nor the value of one."""
     parameters = inspect.signature(command).parameters

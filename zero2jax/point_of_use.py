@@ -372,12 +372,14 @@ def _pick_layers(eqn: Any, x: Standin, indices: Sequence[Any], mode: Mode) -> li
             start = _put(indices, dim, jnp.zeros_like(indices[dim]))
             changes = [lambda a: jax.lax.dynamic_slice(a, start, _put(sizes, dim, a.shape[dim]))]
         case "reshape":
-            leading = _reshaped_leading(shape, params["new_sizes"], dim)
-            if leading is None or any(entry is not None for entry in placement[:dim]):
+            taken = [i for i, entry in enumerate(placement[:dim]) if entry is not None]
+            kept = min([dim, *taken])  # this dim and all later ones are sharded, or stand between such
+            leading = _reshaped_leading(shape, params["new_sizes"], kept)
+            if leading is None:
                 return None
-            placement = (*[None] * len(leading), *placement[dim:]) if placement else ()
-            new_dim = len(leading)
-            changes = [lambda a: a.reshape(*leading, *a.shape[dim:])]
+            placement = (*[None] * len(leading), *placement[kept:]) if placement else ()
+            new_dim = dim - kept + len(leading)
+            changes = [lambda a: a.reshape(*leading, *a.shape[kept:])]
         case _:
             return None
     use = dataclasses.replace(x.use, dim=new_dim, placement=placement)

@@ -148,7 +148,8 @@ def remat_policy(policy: PolicyLike) -> Policy:
             )
         if policy not in WORDS:
             raise ValueError(
-                f"looking up the remat policy {policy!r}: there is none of that name. {nearest(policy, known_words())}"
+                f"looking up the remat policy {policy!r}: there is none of that name. {nearest(policy, known_words())} "
+                f'A tensor is named in a mapping, as in {{"{policy}": "save"}}.'
             )
         return WORDS[policy]
     if isinstance(policy, Mapping):

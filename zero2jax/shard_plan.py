@@ -156,6 +156,9 @@ class ShardPlan:
         total = (
             f"{len(self.leaves)} leaves over {self.num_shards} shards: {self.rest_bytes:,} bytes per device"
         )
+        others = {name for leaf in self.leaves for entry in leaf.model_spec for name in _axis_names(entry)}
+        if others:
+            total += f", before the leaves that also lie on {', '.join(sorted(others))} are cut over it"
         return "\n".join([*lines, total])
 
     __str__ = table
