@@ -233,3 +233,75 @@ def test_more_checkpoints_than_layers_is_an_error_when_traced():
     engine = initialized({"number_checkpoints": 4})
     with pytest.raises(ValueError, match="num_checkpoints is 4 and the model has 3 layers"):
         engine.abstract_state(make_params(), batch=BATCH)
+
+
+def temporary_layers(stage, **settings):
+    """Temporary bytes of a step, in units of one layer's weights, which outweigh everything else."""
+    width, layers = 64, 6
+
+    def loss(stack, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)[0].mean()
+
+    engine = zero2jax.Engine(
+        loss,
+        optax.sgd(0.1),
+        zero2jax.make_mesh(data=4),
+        stage=stage,
+        precision=FP32,
+        activations=zero2jax.ActivationSettings(**settings),
+    )
+    shapes = jax.ShapeDtypeStruct((layers, width, width), jnp.float32)
+    batch = jax.ShapeDtypeStruct((4, width), jnp.float32)
+    engine.abstract_state(shapes, batch=batch)
+    return engine.lower(batch).compile().memory_analysis().temp_size_in_bytes / (width * width * 4)
+
+
+def test_a_segment_of_several_layers_holds_no_gathered_weights_at_stage_3():
+    each, segments, nested = (
+        temporary_layers(3, **s) for s in ({}, {"num_checkpoints": 2}, {"policy": "nested"})
+    )
+    assert temporary_layers(2, num_checkpoints=2) > each + 5  # where they are held
+    # slices of the stack's shards, (3 + 3) / 4 of a layer, and as much of its gradient's; no whole layer more
+    assert segments < each + 3.5
+    assert nested < each + 3.5
+
+
+def test_stage_3_says_that_saving_everything_holds_the_weights():
+    with pytest.warns(UserWarning, match="everything_saveable saves the parameters that stage 3 gathers"):
+        held = temporary_layers(3, policy="everything")
+    assert held > temporary_layers(3) + 4
+
+
+def profiled(loss_fn):
+    settings = zero2jax.ActivationSettings(profile=True)
+    return zero2jax.Engine(
+        loss_fn, optax.sgd(0.1), zero2jax.make_mesh(data=2), activations=settings, precision=FP32
+    )
+
+
+def test_a_profile_that_cannot_be_measured_leaves_the_state_alone():
+    def loss(params, batch):
+        body = lambda x, w: (jax.lax.pmean(jnp.tanh(x @ w), "data"), None)
+        return jax.lax.scan(body, batch, params["w"])[0].mean()
+
+    engine = profiled(loss)
+    state = engine.init({"w": jnp.ones((2, 4, 4))})
+    with pytest.raises(NameError, match="data"):
+        engine.step(state, np.ones((4, 4), np.float32))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def test_the_profile_counts_the_runs_of_equal_blocks_and_tells_others_apart():
+    wide = zero2jax.layer(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w.T))
+    narrow = zero2jax.layer(lambda w, x: jnp.tanh(x @ w))
+
+    def loss(params, batch):
+        x = batch
+        for w in (params["a"], params["b"], params["c"]):
+            x = narrow(w, wide(w, x))
+        return x.mean()
+
+    engine = profiled(loss)
+    engine.abstract_state({name: jax.ShapeDtypeStruct((4, 4), jnp.float32) for name in "abc"})
+    found = engine.activation_profile(jax.ShapeDtypeStruct((4, 4), jnp.float32)).segments
+    assert [(s.num_layers, s.num_runs) for s in found] == [(1, 3), (1, 3)]

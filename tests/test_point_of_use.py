@@ -313,6 +313,10 @@ CASES = {
     "custom_jvp": (custom_jvp, MATRICES),
     "gradient_inside": (gradient_inside, {"w": W}),
     "sum_and_product": (lambda p, x: jnp.mean(jnp.tanh(x + p["b"][None]) @ p["w"]), {"b": BIAS[0], "w": W}),
+    "mask_and_indices": (
+        lambda p, x: jnp.mean(jnp.where(p["mask"], (x @ p["w"]).sum(), p["w"])[p["index"]] ** 2),
+        {"w": W, "mask": jnp.asarray(W > 0), "index": jnp.array([3, 0, 1, 4, 2])},
+    ),
     "tied": (tied, {"w": W}),
     "parameter_with_itself": (parameter_with_itself, MATRICES),
     "deferred_into_checkpoint": (transposed_and_cast_into_a_checkpoint, MATRICES),
@@ -443,6 +447,13 @@ def test_outside_of_checkpoints_only_what_backward_reads_and_is_not_small_is_gat
     assert traced("sum_and_product", "regathered").outside_loops["all_gather"] == 2
     monkeypatch.setattr(point_of_use, "_SMALL", W.size - 1)
     assert traced("sum_and_product", "regathered").outside_loops["all_gather"] == 3
+
+
+def test_a_mask_and_indices_are_gathered_again_where_backward_reads_them():
+    mask, weights, index = 2, 2, 2  # `where` does not read the weights, the product before it does
+    found = traced("mask_and_indices", "regathered").outside_loops["all_gather"]
+    assert found >= mask + weights + index
+    assert traced("mask_and_indices", "held").outside_loops["all_gather"] == 3
 
 
 def test_a_parameter_held_in_one_scope_is_gathered_and_reduced_once():

@@ -1,8 +1,12 @@
 """`remat` and policies by hand: what is saved, by name; offload policies in combinations; frameworks' blocks."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from zero2jax.remat import layer, remat
@@ -103,3 +107,33 @@ def test_an_unknown_tensor_names_the_nearest():
         ValueError, match=r"policy to block: it names the tensor 'hiden'.*Did you mean 'hidden'"
     ):
         remat(block, policy={"hiden": "save"})(X, W)
+
+
+class Stateful(nnx.Module):
+    """A layer that changes its own state: running statistics, and the count of its random keys."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.linear(x)))
+
+
+@pytest.mark.parametrize(
+    "wrap", [remat, functools.partial(remat, policy="dots"), layer], ids=["remat", "policy", "layer"]
+)
+def test_nnx_modules_keep_what_a_block_changes_in_them(wrap):
+    x = jnp.arange(12.0).reshape(3, 4)
+    plain, wrapped = Stateful(nnx.Rngs(0)), Stateful(nnx.Rngs(0))
+    block = wrap(lambda module, x: module(x))
+    for _ in range(2):
+        np.testing.assert_allclose(block(wrapped, x), plain(x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(wrapped.norm.mean[...], plain.norm.mean[...], rtol=1e-6)
+    assert float(jnp.abs(plain.norm.mean[...]).max()) > 0
+
+
+def test_a_class_is_no_layer():
+    with pytest.raises(TypeError, match="marking Stateful as a layer: it is a class"):
+        layer(Stateful)

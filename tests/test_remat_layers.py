@@ -76,7 +76,20 @@ def unrolled(body, x, stack):
     return x
 
 
+def scan_with_scalars(x, stack):
+    """A Python scalar and a flag in the carry, as a sum of auxiliary losses starts."""
+
+    def body(carry, p):
+        x, total, first = carry
+        x = block(x, p)
+        return (x, total + jnp.where(first, 0.0, 0.01 * x.mean()), False), None
+
+    x, total, _ = jax.lax.scan(body, (x, 0.0, True), stack)[0]
+    return x * (1 + total)
+
+
 MODELS = {
+    "scan_with_scalars": scan_with_scalars,
     "scan": over(block),
     "reversed_scan": over(block, reverse=True),
     "scan_of_checkpoint": over(jax.checkpoint(block)),
@@ -296,3 +309,63 @@ def test_offloading_without_host_memory_warns_and_changes_nothing(monkeypatch):
         loss = remat_layers(around(MODELS["scan"]), ActivationSettings(offload=True))
     assert "<host>" not in str(jax.make_jaxpr(jax.grad(loss))(PARAMS, TOKENS))
     assert_trees_equal(jax.jit(jax.value_and_grad(loss))(PARAMS, TOKENS), plain("scan"))
+
+
+def two_loops(params, x):
+    """An encoder of five layers and a decoder of two, each with a tensor name of its own."""
+    body = lambda name: lambda x, w: (jnp.tanh(checkpoint_name(x @ w, name)), None)
+    x, _ = jax.lax.scan(body("encoder"), x, params["w"])
+    return jax.lax.scan(body("decoder"), x, params["w"][:2])[0].mean()
+
+
+def test_a_policy_may_name_tensors_of_several_loops_and_a_shorter_one_has_fewer_segments():
+    x = jnp.ones((ROWS, WIDTH))
+    settings = ActivationSettings(policy={"encoder": "save", "decoder": "recompute"}, num_checkpoints=4)
+    segments = []
+    wrapped = remat_layers(two_loops, settings, on_segment=segments.append)
+    found, exact = (jax.jit(jax.value_and_grad(f))(PARAMS, x) for f in (wrapped, two_loops))
+    assert_trees_close(found, exact, atol=ATOL)
+    assert (
+        sum(s.num_layers * s.num_runs for s in {(s.num_layers, s.num_runs): s for s in segments}.values())
+        == 7
+    )
+    with pytest.raises(ValueError, match="num_checkpoints is 6 and the model has 5 layers"):
+        jax.eval_shape(remat_layers(two_loops, ActivationSettings(num_checkpoints=6)), PARAMS, x)
+    with pytest.raises(ValueError, match="names the tensor 'middle'"):
+        jax.eval_shape(remat_layers(two_loops, ActivationSettings(policy={"middle": "save"})), PARAMS, x)
+
+
+def test_marked_blocks_go_before_a_loop_over_chunks_of_a_parameter():
+    def loss(params, tokens):
+        x = unrolled(layer, params["embed"][tokens], {name: params[name] for name in ("w", "b")})
+        chunks = params["embed"][:6].reshape(2, 3, WIDTH)
+        most, _ = jax.lax.scan(
+            lambda most, rows: (jnp.maximum(most, (x @ rows.T).max(-1)), None), jnp.zeros(ROWS), chunks
+        )
+        return most.mean()
+
+    segments = []
+    wrapped = remat_layers(loss, ActivationSettings(num_checkpoints=3), on_segment=segments.append)
+    found, exact = (jax.jit(jax.value_and_grad(f))(PARAMS, TOKENS) for f in (wrapped, loss))
+    assert_trees_close(found, exact, atol=ATOL)
+    assert {s.num_layers for s in segments} == {1, 2}
+    with pytest.raises(ValueError, match="5 layers are unrolled"):
+        jax.eval_shape(remat_layers(loss, ActivationSettings(contiguous=True)), PARAMS, TOKENS)
+
+
+def test_nested_says_that_it_replaces_the_models_own_policy():
+    own = jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable)
+    with pytest.warns(UserWarning, match="'dots_saveable' by 'nested'"):
+        jax.eval_shape(remat_layers(around(over(own)), ActivationSettings(policy="nested")), PARAMS, TOKENS)
+
+
+def test_any_axis_of_examples_saves_nothing():
+    mesh = zero2jax.make_mesh(fsdp=2)
+    with pytest.warns(UserWarning, match="over axis 'fsdp' saves nothing: each of its shards"):
+        remat_layers(two_loops, ActivationSettings(partition_axis="fsdp"), mesh, data_axes=("fsdp",))
+
+
+@pytest.mark.parametrize(("policy", "message"), [(3, "3 is none"), ({"a": "keep"}, "has the action 'keep'")])
+def test_a_policy_that_is_none_is_refused(policy, message):
+    with pytest.raises(ValueError, match=message):
+        ActivationSettings(policy=policy)

@@ -126,7 +126,9 @@ class Engine:
         self.activations = activations
         # made once: it says what it has to say once
         self._saving_loss = (
-            None if activations is None else remat_layers(losses.normalized(loss_fn), activations, mesh)
+            None
+            if activations is None
+            else remat_layers(losses.normalized(loss_fn), activations, mesh, data_axes=self.axes.names)
         )
         self._tx = checked_transformation(tx)
         self._clip_norm = clip_norm
@@ -216,7 +218,7 @@ class Engine:
           batch; `grad_norm` and `grad_norm_clipped`, the global norm before and after `clip_norm`; `learning_rate`,
           NaN if the optimizer's state does not show it (`optax.inject_hyperparams` does); `applied`, whether the
           update was; `weight`, the total weight; `aux`, what the loss function returned besides, averaged; with
-          `profile` in the activation settings, `activation_profile`, measured after the first step.
+          `profile` in the activation settings, `activation_profile`, measured before the first step.
 
         Raises:
           ValueError: the batch cannot be cut up; the state has another structure; the loss is not a scalar.
@@ -224,13 +226,15 @@ class Engine:
         check_state(state, self.layout)
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         placed = place_batch(batch, self.mesh, self.axes.batch)
+        wanted = self.activations is not None and self.activations.profile
+        profile = self._profiled(batch) if wanted else None  # before the state is donated
         state, metrics = self._jitted_step()(state, placed, extra_args)
         if (
             metrics["learning_rate"] is None
         ):  # said here: inside the step, jax_debug_nans would stumble over it
             metrics["learning_rate"] = np.float32(np.nan)
-        if self.activations is not None and self.activations.profile:
-            metrics["activation_profile"] = self._profiled(batch)
+        if profile is not None:
+            metrics["activation_profile"] = profile
         return state, metrics
 
     def evaluate(self, state: TrainState, batch: PyTree, *, loss_fn: LossFn | None = None) -> Any:

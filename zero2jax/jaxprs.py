@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Literal
 
@@ -128,6 +129,14 @@ def _step(eqn: Any, env: dict[Any, Any], apply: Callable[[Any, list[Any]], Seque
 
 def _read(atom: Any, env: dict[Any, Any]) -> Any:
     return atom.val if isinstance(atom, Literal) else env[atom]
+
+
+def arrays(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The operands of an equation, Python scalars as arrays of the dtypes that it was traced for."""
+    is_array = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")
+    return [
+        x if is_array(x) else jnp.asarray(x, v.aval.dtype) for x, v in zip(operands, eqn.invars, strict=True)
+    ]
 
 
 def bind(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:

@@ -26,6 +26,7 @@ from zero2jax.hlo import Collective
 from zero2jax.initialize import initialize
 from zero2jax.liveness import GRADIENTS, MASTER, OPTIMIZER, OTHER, PARAMETERS, walk
 from zero2jax.losses import LossFn
+from zero2jax.mesh import axis_size
 from zero2jax.overlap import Rates, simulate
 from zero2jax.plan_report import PlanReport, class_rows
 from zero2jax.pytrees import PyTree
@@ -254,6 +255,9 @@ def _formulas(engine: Engine) -> dict[str, tuple[int | None, str]]:
         parameters = max([layer, *single]), "those of one layer, or the largest outside"
     else:
         parameters = params, "parameters in the compute dtype"
+    if engine.axes.rest_over_replicas:
+        group = axis_size(mesh, engine.axes.shard)
+        parameters = parameters[0] + params // group, f"{parameters[1]}, and a copy / {group}"
     return {
         MASTER: (over(rest(layout.params.leaves), stage >= 1), "parameters at rest" + of(stage >= 1)),
         OPTIMIZER: (over(rest(layout.opt_state.leaves), stage >= 1), "optimizer state" + of(stage >= 1)),

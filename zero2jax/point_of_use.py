@@ -232,7 +232,7 @@ def _apply(eqn: Any, operands: list[Any], mode: Mode) -> Sequence[Any]:
         if len(operands) == 1 and (cast or (not mode.holds and eqn.primitive.name in _DEFERRABLE)):
             origin = first.origin or first
             return [dataclasses.replace(first, pending=(*first.pending, eqn), origin=origin, value=None)]
-    cheap = eqn.primitive.name in _LINEAR or (not mode.in_loop and all(x.size <= _SMALL for x in standins))
+    cheap = _never_saved(eqn, operands) or (not mode.in_loop and all(x.size <= _SMALL for x in standins))
     if mode.holds or cheap or jaxprs.has_body(eqn):
         return jaxprs.bind(eqn, [_force(x, mode) for x in operands])
     return _recomputing(
@@ -248,10 +248,18 @@ _DEFERRABLE = frozenset(
 # Operations whose backward pass does not read the parameter, so there is nothing to gather again.
 _LINEAR = _DEFERRABLE | {"add", "add_any", "concatenate", "copy", "dynamic_slice", "gather", "neg", "pad"}
 _LINEAR |= {"reduce_sum", "rev", "select_n", "sub"}
+_INDICES = {"select_n": slice(0, 1), "gather": slice(1, None), "dynamic_slice": slice(1, None)}
+"""Operands of these that backward does read: a predicate, indices."""
 
 # Outside of loops a parameter with at most this many elements is kept for the backward pass: gathering it again
 # costs more than it holds (DeepSpeed's default of `stage3_param_persistence_threshold`).
 _SMALL = 100_000
+
+
+def _never_saved(eqn: Any, operands: Sequence[Any]) -> bool:
+    name = eqn.primitive.name
+    read = operands[_INDICES.get(name, slice(0))]
+    return name in _LINEAR and not any(isinstance(x, Standin) for x in read)
 
 
 def _recomputing(
@@ -278,6 +286,13 @@ def _checkpoint(eqn: Any, operands: list[Any], mode: Mode) -> Sequence[jax.Array
         operands = [_held(x, depth, mode) for x, depth in zip(operands, depths, strict=True)]
         if not any(isinstance(x, Standin) for x in operands):
             return jaxprs.bind(eqn, operands)
+    elif options["policy"] is jax.checkpoint_policies.everything_saveable:
+        warnings.warn(
+            "a jax.checkpoint with the policy everything_saveable saves the parameters that stage 3 gathers inside of "
+            "it, too, so that they are held until backward, as at stage 2. Leave that jax.checkpoint out, or use "
+            "another policy.",
+            stacklevel=2,
+        )
     saves_nothing = options["policy"] in (None, jax.checkpoint_policies.nothing_saveable)
     inner_mode = dataclasses.replace(mode, recomputed=mode.recomputed or saves_nothing)
     return _recomputing(lambda *xs: _evaluate(jaxprs.body(eqn), xs, inner_mode), operands, **options)
@@ -311,7 +326,9 @@ def _scan(eqn: Any, operands: list[Any], mode: Mode) -> Sequence[jax.Array]:
     consts, carry = fixed[:num_consts], tuple(fixed[num_consts:])
     xs = [_scanned(x, mode) for x in operands[split:]]
     arrays = tuple(x.arrays if isinstance(x, Standin) else x for x in xs)
-    inner_mode = dataclasses.replace(mode, in_loop=True)
+    inner_mode = dataclasses.replace(
+        mode, in_loop=True, recomputed=False
+    )  # what it holds, the loop would stack
 
     def step(carry: Any, slices: Any) -> tuple[Any, Any]:
         layers = [

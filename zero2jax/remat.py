@@ -36,7 +36,7 @@ def remat(
       static_argnums: arguments that are no arrays.
 
     Raises:
-      ValueError: unknown policy; when called, a tensor name that `fn` does not have.
+      ValueError: unknown policy; when called, a tensor name that `fn` does not have (a Linen class is not asked).
 
     Example:
       >>> import jax.numpy as jnp
@@ -50,13 +50,14 @@ def remat(
     if inspect.isclass(fn) and _is_linen(fn):
         return sys.modules["flax.linen"].remat(fn, static_argnums=static, **options)  # type: ignore[no-any-return]
     checkpointed = jax.checkpoint(fn, static_argnums=static, **options)
-    if not tensors_of(chosen):
-        return checkpointed  # type: ignore[no-any-return]
 
     @functools.wraps(fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        jaxpr = jax.make_jaxpr(fn, static_argnums=static)(*args, **kwargs)
-        check_tensors(chosen, jaxprs.tensor_names(jaxpr), getattr(fn, "__name__", "the function"))
+        if _has_nnx(args, kwargs):  # whose state the function may change
+            return sys.modules["flax.nnx"].remat(fn, static_argnums=static, **options)(*args, **kwargs)
+        if tensors_of(chosen):
+            jaxpr = jax.make_jaxpr(fn, static_argnums=static)(*args, **kwargs)
+            check_tensors(chosen, jaxprs.tensor_names(jaxpr), getattr(fn, "__name__", "the function"))
         return checkpointed(*args, **kwargs)
 
     return checked
@@ -65,8 +66,11 @@ def remat(
 def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, marked as one block of an unrolled model; it computes the same.
 
-    Arguments are arrays or trees of them: close over everything else. The activation that enters the block is found
-    among the arguments.
+    Arguments are arrays, trees of them, or NNX modules: close over everything else. The activation that enters the
+    block is found among the arguments.
+
+    Raises:
+      TypeError: `fn` is a class.
 
     Example:
       >>> import jax.numpy as jnp
@@ -75,13 +79,20 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
       (2, 3)
     """
 
+    if inspect.isclass(fn):
+        raise TypeError(
+            f"marking {fn.__name__} as a layer: it is a class, and a function of arrays is needed. Mark the call, "
+            f"layer(lambda params, x: module.apply(params, x)), or wrap the class with zero2jax.remat."
+        )
+
     @functools.wraps(fn)
     def marked(*args: Any, **kwargs: Any) -> Any:
         def call(args: Any, kwargs: Any) -> Any:
             return fn(*args, **kwargs)
 
         call.__name__ = call.__qualname__ = LAYER_MARK
-        return jax.jit(call)(args, kwargs)  # made anew: what `fn` closes over may be of this trace
+        jit = sys.modules["flax.nnx"].jit if _has_nnx(args, kwargs) else jax.jit
+        return jit(call)(args, kwargs)  # made anew: what `fn` closes over may be of this trace
 
     return marked
 
@@ -89,3 +100,11 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _is_linen(cls: type) -> bool:
     linen = sys.modules.get("flax.linen")
     return linen is not None and issubclass(cls, linen.Module)
+
+
+def _has_nnx(args: Any, kwargs: Any) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return False
+    is_module = lambda x: isinstance(x, nnx.Module)
+    return any(map(is_module, jax.tree.leaves((args, kwargs), is_leaf=is_module)))

@@ -32,6 +32,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zero2jax import jaxprs
+from zero2jax.layer_search import (
+    LayerGroup,
+    LayerSearch,
+    checkpoint_around,
+    has_mark,
+    layers_inside,
+    own_checkpoint,
+)
 from zero2jax.mesh import DATA_AXIS, REPLICA_AXIS
 from zero2jax.pytrees import PyTree
 from zero2jax.remat import LAYER_MARK
@@ -39,12 +47,13 @@ from zero2jax.remat_boundary import Boundary
 from zero2jax.remat_policies import NESTED, Policy, PolicyLike, check_tensors, remat_policy
 
 _NOTHING = jax.checkpoint_policies.nothing_saveable
-_HEAVY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"})
 
 
 @dataclasses.dataclass(frozen=True)
 class ActivationSettings:
-    """What is saved of a model's layers for backward, and where. Nothing is recomputed that is not named here.
+    """What is saved of a model's layers for backward, and where.
+
+    Whatever is set, each segment of layers becomes a `jax.checkpoint`, if the model has not made it one.
 
     Attributes:
       policy: what is saved within a layer, see `remat_policy`; or `nested`. None keeps what the model's own
@@ -70,7 +79,7 @@ class ActivationSettings:
         if self.policy is not None and self.policy != NESTED:
             remat_policy(self.policy)
         number = self.num_checkpoints
-        if number is not None and (not isinstance(number, int) or number < 1):
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise ValueError(
                 f"reading activation settings: num_checkpoints is {number!r}; it is a number of segments, at least 1, "
                 f"or None for one per layer."
@@ -103,6 +112,7 @@ def remat_layers(
     settings: ActivationSettings,
     mesh: Mesh | None = None,
     *,
+    data_axes: Sequence[str] = (DATA_AXIS, REPLICA_AXIS),
     on_segment: Callable[[Segment], None] = lambda segment: None,
 ) -> Callable[..., PyTree]:
     """A function that computes what `loss_fn` does, and saves for backward what the settings say.
@@ -111,6 +121,7 @@ def remat_layers(
       loss_fn: any function whose first argument is the tree of parameters; all arguments are trees of arrays.
       settings: see `ActivationSettings`.
       mesh: needed to partition.
+      data_axes: mesh axes whose shards hold different examples.
       on_segment: called with each `Segment` when the function is traced.
 
     Raises:
@@ -124,7 +135,8 @@ def remat_layers(
       >>> jax.grad(saving)(jnp.zeros((4, 3, 3)), jnp.ones((2, 3))).shape
       (4, 3, 3)
     """
-    rewriter = _Rewriter(settings, _boundary(settings, mesh), on_segment)
+    boundary = _boundary(settings, mesh, data_axes)
+    say = _Sayer()
 
     @functools.wraps(loss_fn)
     def wrapped(params: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -132,9 +144,13 @@ def remat_layers(
         flat = jax.tree.leaves((params, args, kwargs))
         num_params = len(jax.tree.leaves(params))
         from_params = [i < num_params for i in range(len(flat))]
-        if not _has_layers(jaxpr, from_params):
-            rewriter.say(_NO_LAYERS)
-        results = rewriter.walk(jaxpr, flat, from_params)
+        search = LayerSearch(has_mark(jaxpr))
+        groups = list(search.groups(jaxpr, from_params))
+        if groups:
+            _check_against(settings, groups)
+        else:
+            say(_NO_LAYERS)
+        results = _Rewriter(settings, boundary, on_segment, search, say).walk(jaxpr, flat, from_params)
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return wrapped
@@ -146,7 +162,20 @@ _NO_LAYERS = (
 )
 
 
-def _boundary(settings: ActivationSettings, mesh: Mesh | None) -> Boundary:
+def _check_against(settings: ActivationSettings, groups: Sequence[LayerGroup]) -> None:
+    """Raise an error for tensor names that no layer has, and for more segments than the longest loop has layers."""
+    names = {name for group in groups for body in group.bodies for name in jaxprs.tensor_names(body)}
+    if settings.policy is not None and settings.policy != NESTED:
+        check_tensors(remat_policy(settings.policy), names, "the model's layers")
+    most, wanted = max(group.num_layers for group in groups), settings.num_checkpoints
+    if wanted is not None and wanted > most:
+        raise ValueError(
+            f"cutting layers into segments: num_checkpoints is {wanted} and the model has {most} layers. Use at most "
+            f"{most}."
+        )
+
+
+def _boundary(settings: ActivationSettings, mesh: Mesh | None, data_axes: Sequence[str]) -> Boundary:
     axis, num_shards = settings.partition_axis, 1
     if axis is not None:
         axes = {} if mesh is None else dict(mesh.shape)
@@ -156,7 +185,7 @@ def _boundary(settings: ActivationSettings, mesh: Mesh | None) -> Boundary:
                 f"has it, as zero2jax.make_mesh(data=4, model=2) does, or partition_axis=None."
             )
         num_shards = axes[axis]
-        if axis in (DATA_AXIS, REPLICA_AXIS) or num_shards == 1:
+        if axis in data_axes or num_shards == 1:
             why = (
                 "each of its shards works on other examples, there is no second copy of an activation to drop"
                 if num_shards > 1
@@ -188,95 +217,36 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-# --- finding the layers -----------------------------------------------------------------------------------------
-
-
-def _is_layer_loop(eqn: Any, marks: Sequence[bool]) -> bool:
-    if not jaxprs.is_scan(eqn):
-        return False
-    parts = jaxprs.scan_parts(eqn)
-    first = parts.num_consts + parts.num_carry
-    carried = [v.aval for v in eqn.invars[parts.num_consts : first]]
-    activation = any(a.shape and jnp.issubdtype(a.dtype, jnp.floating) for a in carried)
-    return activation and any(marks[first:])
-
-
-def _blocks(jaxpr: Any, found: set[Any]) -> list[int]:
-    """The positions of an unrolled model's blocks among the equations of one jaxpr."""
-    eqns = jaxprs.equations(jaxpr)
-    marked = [i for i, eqn in enumerate(eqns) if jaxprs.call_name(eqn) == LAYER_MARK]
-    if marked:
-        return marked
-    alone = lambda eqn: (
-        jaxprs.is_checkpoint(eqn) and not _has_layers(jaxprs.body(eqn), jaxprs.marks(eqn, found))
-    )
-    repeated = [i for i, eqn in enumerate(eqns) if alone(eqn) and any(jaxprs.marks(eqn, found))]
-    return repeated if len(repeated) > 1 else []
-
-
-def _inside(eqn: Any, marks: Sequence[bool]) -> tuple[Any, list[bool]] | None:
-    """The jaxpr in which layers may be found, and which of its inputs come from parameters alone."""
-    if jaxprs.is_call(eqn) or jaxprs.is_checkpoint(eqn):
-        return jaxprs.body(eqn), list(marks)
-    if jaxprs.is_scan(eqn):
-        parts = jaxprs.scan_parts(eqn)
-        first = parts.num_consts + parts.num_carry
-        return parts.body, [*marks[: parts.num_consts], *[False] * parts.num_carry, *marks[first:]]
-    return None
-
-
-def _has_layers(jaxpr: Any, from_params: Sequence[bool]) -> bool:
-    found = jaxprs.from_inputs(jaxpr, from_params)
-    if _blocks_without_loops(jaxpr, found):
-        return True
-    for eqn in jaxprs.equations(jaxpr):
-        marks = jaxprs.marks(eqn, found)
-        if _is_layer_loop(eqn, marks):
-            return True
-        inside = _inside(eqn, marks)
-        if inside is not None and _has_layers(*inside):
-            return True
-    return False
-
-
-def _blocks_without_loops(jaxpr: Any, found: set[Any]) -> list[int]:
-    loops = any(_is_layer_loop(eqn, jaxprs.marks(eqn, found)) for eqn in jaxprs.equations(jaxpr))
-    return [] if loops else _blocks(jaxpr, found)
-
-
-def _checkpoint_around(jaxpr: Any) -> Any | None:
-    """The `jax.checkpoint` equation that does all of a body's work, if there is one."""
-    heavy = [e for e in jaxprs.equations(jaxpr) if e.primitive.name in _HEAVY or jaxprs.has_body(e)]
-    if len(heavy) != 1:
-        return None
-    if jaxprs.is_checkpoint(heavy[0]):
-        return heavy[0]
-    return _checkpoint_around(jaxprs.body(heavy[0])) if jaxprs.is_call(heavy[0]) else None
-
-
 # --- evaluating again -------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
+class _Sayer:
+    """Warns, of each thing once per loss function."""
+
+    def __init__(self) -> None:
+        self.said: set[str] = set()
+
+    def __call__(self, message: str) -> None:
+        if message not in self.said:
+            self.said.add(message)
+            warnings.warn(message, stacklevel=3)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Rewriter:
-    """Evaluates jaxprs, layers as the settings say; remembers what it has said."""
+    """Evaluates jaxprs, layers as the settings say."""
 
     settings: ActivationSettings
     boundary: Boundary
     on_segment: Callable[[Segment], None]
-    said: set[str] = dataclasses.field(default_factory=set)
-
-    def say(self, message: str) -> None:
-        """Warn, once per loss function."""
-        if message not in self.said:
-            self.said.add(message)
-            warnings.warn(message, stacklevel=3)
+    search: LayerSearch
+    say: Callable[[str], None]
 
     def walk(self, jaxpr: Any, args: Sequence[Any], from_params: Sequence[bool]) -> list[Any]:
         """Evaluate a jaxpr in which there may be layers."""
         found = jaxprs.from_inputs(jaxpr, from_params)
         apply = functools.partial(self._apply, found)
-        blocks = _blocks_without_loops(jaxpr, found)
+        blocks = self.search.blocks(jaxpr, found)
         if not blocks:
             return jaxprs.evaluate(jaxpr, args, apply)
         parts = jaxprs.runs(jaxpr, self._ranges(blocks))
@@ -287,11 +257,12 @@ class _Rewriter:
 
     def _apply(self, found: set[Any], eqn: Any, operands: list[Any]) -> Sequence[Any]:
         marks = jaxprs.marks(eqn, found)
-        if _is_layer_loop(eqn, marks):
-            return self._scanned(eqn, operands)
-        inside = _inside(eqn, marks)
-        if inside is None or not _has_layers(*inside):
+        if self.search.is_loop(eqn, marks):
+            return self._scanned(eqn, jaxprs.arrays(eqn, operands))
+        inside = layers_inside(eqn, marks)
+        if inside is None or not self.search.has_layers(*inside):
             return jaxprs.bind(eqn, operands)
+        operands = jaxprs.arrays(eqn, operands)
         body, from_params = inside
         if jaxprs.is_call(eqn):
             return self.walk(body, operands, from_params)
@@ -309,34 +280,27 @@ class _Rewriter:
         model = None if own is None else jaxprs.checkpoint_options(own)["policy"] or _NOTHING
         if wanted is None:
             return model or _NOTHING, False
-        if wanted == NESTED:
-            return _NOTHING, True
-        policy = remat_policy(wanted)
+        policy = _NOTHING if wanted == NESTED else remat_policy(wanted)
         if model is not None and model != policy:
             self.say(
                 f"activation settings: the jax.checkpoint around the model's layers is replaced, policy "
                 f"{_policy_name(model)} by {wanted!r}."
             )
-        return policy, False
+        return policy, wanted == NESTED
 
     def _num_segments(self, num_layers: int) -> int:
         wanted = self.settings.num_checkpoints
         if wanted is None:
             return math.ceil(math.sqrt(num_layers)) if self.settings.policy == NESTED else num_layers
-        if wanted > num_layers:
-            raise ValueError(
-                f"cutting layers into segments: num_checkpoints is {wanted} and the model has {num_layers} layers. Use "
-                f"at most {num_layers}."
-            )
+        wanted = min(wanted, num_layers)  # a shorter loop beside the longest one
         if wanted == 1 < num_layers:
             self.say(_WHOLE)
         return wanted
 
     def _scanned(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         body, num_consts, num_carry, options = jaxprs.scan_parts(eqn)
-        own = _checkpoint_around(body)
+        own = checkpoint_around(body)
         policy, nested = self._policy(own)
-        check_tensors(policy, jaxprs.tensor_names(body), "the model's layers")
         consts, rest = operands[:num_consts], operands[num_consts:]
         carry, xs = tuple(rest[:num_carry]), rest[num_carry:]
         length, reverse = options["length"], options["reverse"]
@@ -396,15 +360,13 @@ class _Rewriter:
         blocks = [
             eqn for eqn in part.eqns if jaxprs.call_name(eqn) == LAYER_MARK or jaxprs.is_checkpoint(eqn)
         ]
-        own = next((e for e in map(_own_checkpoint, blocks) if e is not None), None)
+        own = next((e for e in map(own_checkpoint, blocks) if e is not None), None)
         policy, nested = self._policy(own)
-        names = {name for eqn in blocks for name in jaxprs.tensor_names(jaxprs.body(eqn))}
-        check_tensors(policy, names, "the model's layers")
 
         def apply(eqn: Any, operands: list[Any]) -> Sequence[Any]:
             if not any(eqn is block for block in blocks):
                 return jaxprs.bind(eqn, operands)
-            run = lambda *xs: _inlined(jaxprs.body(eqn), xs, _own_checkpoint(eqn))
+            run = lambda *xs: _inlined(jaxprs.body(eqn), xs, own_checkpoint(eqn))
             return (jax.checkpoint(run) if nested else run)(*operands)
 
         segment = lambda *xs: tuple(jaxprs.evaluate_run(part, xs, apply))
@@ -430,17 +392,13 @@ def _policy_name(policy: Any) -> str:
     return repr(getattr(policy, "__name__", policy))
 
 
-def _own_checkpoint(eqn: Any) -> Any | None:
-    return eqn if jaxprs.is_checkpoint(eqn) else _checkpoint_around(jaxprs.body(eqn))
-
-
 def _inlined(jaxpr: Any, args: Sequence[Any], own: Any | None) -> list[Any]:
     """Evaluate a layer, its own `jax.checkpoint` taken off."""
     if own is None:
         return jaxprs.evaluate(jaxpr, args, jaxprs.bind)
 
     def apply(eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        if eqn is own or (jaxprs.is_call(eqn) and _checkpoint_around(jaxprs.body(eqn)) is own):
+        if eqn is own or (jaxprs.is_call(eqn) and checkpoint_around(jaxprs.body(eqn)) is own):
             return _inlined(jaxprs.body(eqn), operands, None if eqn is own else own)
         return jaxprs.bind(eqn, operands)
 

@@ -156,6 +156,11 @@ def remat_policy(policy: PolicyLike) -> Policy:
         return _tensor_policy(policy)
     if callable(policy):
         return policy
+    if not isinstance(policy, Sequence):
+        raise ValueError(
+            f"reading a remat policy: {policy!r} is none. Write a word ({', '.join(known_words()[:6])}, ...), a "
+            f"mapping of tensor names, a sequence of these, or a policy of jax.checkpoint_policies."
+        )
     if not policy:
         raise ValueError(
             "reading a remat policy: an empty sequence. Write 'nothing' to recompute everything."

@@ -95,7 +95,7 @@ class ActivationProfile:
 
 
 def profile_segments(segments: Sequence[Segment], device: jax.Device) -> ActivationProfile:
-    """Compile and time the phases of each kind of segment; segments of the same shapes are measured once.
+    """Compile and time the phases of each kind of segment; equal segments are measured once.
 
     Args:
       segments: from `remat_layers(..., on_segment=...)`.
@@ -103,7 +103,9 @@ def profile_segments(segments: Sequence[Segment], device: jax.Device) -> Activat
     """
     kinds: dict[Any, Segment] = {}
     for s in segments:
-        kinds.setdefault((s.inputs, s.num_layers, s.num_runs), s)
+        key = (s.inputs, s.num_layers, str(jaxprs.trace(s.function, *s.inputs)[0]))
+        num_runs = s.num_runs + (kinds[key].num_runs if key in kinds else 0)
+        kinds[key] = dataclasses.replace(s, num_runs=num_runs)
     return ActivationProfile(tuple(_profile(s, device) for s in kinds.values()))
 
 
