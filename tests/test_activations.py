@@ -5,6 +5,7 @@ Recomputation gives the same values; where the compiler fuses the loops in anoth
 
 import functools
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -305,3 +306,18 @@ def test_the_profile_counts_the_runs_of_equal_blocks_and_tells_others_apart():
     engine.abstract_state({name: jax.ShapeDtypeStruct((4, 4), jnp.float32) for name in "abc"})
     found = engine.activation_profile(jax.ShapeDtypeStruct((4, 4), jnp.float32)).segments
     assert [(s.num_layers, s.num_runs) for s in found] == [(1, 3), (1, 3)]
+
+
+@pytest.mark.parametrize("settings", [{"num_checkpoints": 2}, {"policy": "nested"}])
+def test_stacks_cut_into_segments_stay_in_shards_beside_a_model_axis(settings):
+    engine = make_engine(zero2jax.ActivationSettings(**settings), stage=3, axes={"data": 2, "model": 2})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a stack that is gathered whole would be named
+        found = count_primitives(
+            jax.make_jaxpr(engine._program(engine.layout).gradients)(*traced_inputs(engine))
+        )
+    assert {len(shape) for shape in found.shapes["all_gather"]} == {2}
+
+
+def traced_inputs(engine):
+    return engine.layout.abstract_state(engine.mesh), jax.ShapeDtypeStruct(BATCH.shape, BATCH.dtype)
