@@ -61,6 +61,10 @@ class Launch:
         check_counts(
             processes=self.num_processes, devices_per_process=self.devices_per_process, total_processes=total
         )
+        if not self.grace_s >= 0:
+            raise ValueError(
+                f"launching with --grace-s {self.grace_s:g}: it must be 0 or more seconds. Correct it."
+            )
         if self.max_restarts < 0:
             raise ValueError(f"launching with --max-restarts {self.max_restarts}: it must not be negative.")
         if not 0 <= self.first_process <= total - self.num_processes:
@@ -178,6 +182,8 @@ def make_commands(launch: Launch, env: Mapping[str, str]) -> list[Command]:
 
 def run_launch(launch: Launch, *, write: Callable[[bytes], None] | None = None) -> int:
     """Run the processes, and again after a failure while restarts are left; the exit code of the one that failed.
+
+    Processes that end with `PREEMPTED_EXIT_CODE` have saved for another run, later: that is no failure.
 
     Raises:
       ValueError: there are not enough GPUs, or no such script.
