@@ -113,6 +113,30 @@ def test_what_follows_the_script_is_the_scripts(words, expected):
     assert split_script(words, launch_command) == expected
 
 
+def test_options_after_the_script_are_said_by_name(capfd):
+    assert main(["launch", "true", "--processes", "2", "--max_restarts=1", "--platform", "x", "--args"]) == 0
+    error = capfd.readouterr().err
+    assert "zero2jax launch: --processes, --max_restarts=1 came after the script and belongs to it" in error
+    assert main(["launch", "true", "--steps", "3"]) == 0
+    assert "came after" not in capfd.readouterr().err
+
+
+def test_several_launchers_find_the_same_port_and_do_not_restart_alone(capsys):
+    here, there = (
+        make_commands(sh("", 1, first_process=i, total_processes=2, coordinator="node1"), {}) for i in (0, 1)
+    )
+    ports = {command.environment["MASTER_PORT"] for command in (*here, *there)}
+    assert ports == {"29500"}
+    (six,) = make_commands(sh("", 1, coordinator="[::1]:7"), {})
+    assert (six.environment["MASTER_ADDR"], six.environment["MASTER_PORT"]) == ("::1", "7")
+    options = ["--processes", "1", "--total-processes", "2", "--max-restarts", "1"]
+    assert main(["launch", *options, "true"]) == 2
+    assert "--max-restarts 1 and --total-processes 2: the launchers of the other" in capsys.readouterr().err
+    for wrong in ("localhost:abc", "h:0", "h:70000", ":5", "[::1", ""):
+        with pytest.raises(ValueError, match="reading the coordinator"):
+            sh("", coordinator=wrong)
+
+
 def test_outputs_are_interleaved_by_line_and_logged(tmp_path):
     text = "echo out $RANK; echo err $RANK >&2; printf unfinished"
     code, lines = run(sh(text, 3, logs=tmp_path / "logs"))
