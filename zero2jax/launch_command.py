@@ -87,7 +87,9 @@ def launch(
                 max_restarts,
                 hostfile,
             )
-            job = Job(program, *where, coordinator or next(iter(chosen), None))
+            _check_printable(chosen, print_for)
+            named = tuple(chosen) if include or exclude else ()
+            job = Job(program, *where, coordinator or next(iter(chosen), None), named)
             print(_PRINTED[print_for](job), end="")
             return 0
         here = Launch(
@@ -121,6 +123,16 @@ def _chosen_hosts(hostfile: Path | None, include: str, exclude: str) -> Hosts:
             "filtering hosts by --include or --exclude: there is no --hostfile to filter. Give one."
         )
     return {}
+
+
+def _check_printable(chosen: Hosts, print_for: str) -> None:
+    """What is printed gives every host the same number of processes, and its first slots."""
+    for host, slots in chosen.items():
+        if slots != tuple(range(len(next(iter(chosen.values()))))):
+            raise ValueError(
+                f"printing for {print_for}: host {host} has the slots {', '.join(map(str, slots))}; all hosts must "
+                f"have the same number of slots, from 0 on. Filter hosts only, or launch by ssh, without --print."
+            )
 
 
 def _is_here(hosts: Hosts) -> bool:
