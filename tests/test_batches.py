@@ -60,3 +60,6 @@ def test_order_refuses_batches_that_cannot_be():
         zero2jax.BatchOrder(3, 4, mesh)
     with pytest.raises(ValueError, match=r"3 / 2 = 1.5"):
         zero2jax.BatchOrder(10, 3, mesh)
+    for wrong in (-1, 1.5, "2"):
+        with pytest.raises(ValueError, match="ordering examples from position"):
+            zero2jax.BatchOrder(8, 4, mesh, position=wrong)

@@ -14,6 +14,7 @@ from processes import environment, launch, results, write_program
 import zero2jax
 from zero2jax import roll_call
 from zero2jax.cluster_env import find_settings, first_slurm_host, grpc_proxy, is_loopback, split_address
+from zero2jax.distributed import _text
 from zero2jax.launch import free_port
 from zero2jax.roll_call import Entry, StartError, call_roll
 
@@ -279,6 +280,10 @@ def test_a_taken_port_is_said():
 def test_versions_name_sources_and_packages():
     found = roll_call.code_versions()
     assert set(found) == {"python", "jax", "jaxlib", "zero2jax sources", "script"}
+
+
+def test_equal_values_have_the_same_text():
+    assert _text({1: "a", "b": [2]}) == _text({"b": [2], 1: "a"}) != _text({1: "a", "b": [3]})
 
 
 def test_a_single_process_starts_nothing(monkeypatch):

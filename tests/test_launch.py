@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -91,6 +92,8 @@ def test_settings_that_cannot_be_are_refused():
         sh("", 0)
     with pytest.raises(ValueError, match="2 processes from index 3 on, of 4 in all"):
         sh("", 2, first_process=3, total_processes=4)
+    with pytest.raises(ValueError, match="--grace-s -1: it must be 0 or more"):
+        sh("", grace_s=-1.0)
     with pytest.raises(ValueError, match="--max-restarts -1"):
         sh("", max_restarts=-1)
 
@@ -108,6 +111,30 @@ def test_settings_that_cannot_be_are_refused():
 )
 def test_what_follows_the_script_is_the_scripts(words, expected):
     assert split_script(words, launch_command) == expected
+
+
+def test_options_after_the_script_are_said_by_name(capfd):
+    assert main(["launch", "true", "--processes", "2", "--max_restarts=1", "--platform", "x", "--args"]) == 0
+    error = capfd.readouterr().err
+    assert "zero2jax launch: --processes, --max_restarts=1 came after the script and belongs to it" in error
+    assert main(["launch", "true", "--steps", "3"]) == 0
+    assert "came after" not in capfd.readouterr().err
+
+
+def test_several_launchers_find_the_same_port_and_do_not_restart_alone(capsys):
+    here, there = (
+        make_commands(sh("", 1, first_process=i, total_processes=2, coordinator="node1"), {}) for i in (0, 1)
+    )
+    ports = {command.environment["MASTER_PORT"] for command in (*here, *there)}
+    assert ports == {"29500"}
+    (six,) = make_commands(sh("", 1, coordinator="[::1]:7"), {})
+    assert (six.environment["MASTER_ADDR"], six.environment["MASTER_PORT"]) == ("::1", "7")
+    options = ["--processes", "1", "--total-processes", "2", "--max-restarts", "1"]
+    assert main(["launch", *options, "true"]) == 2
+    assert "--max-restarts 1 and --total-processes 2: the launchers of the other" in capsys.readouterr().err
+    for wrong in ("localhost:abc", "h:0", "h:70000", ":5", "[::1", ""):
+        with pytest.raises(ValueError, match="reading the coordinator"):
+            sh("", coordinator=wrong)
 
 
 def test_outputs_are_interleaved_by_line_and_logged(tmp_path):
@@ -232,6 +259,81 @@ def test_signals_reach_all_and_no_process_stays(tmp_path, number, options, code)
     while any(map(is_alive, pids)) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert not any(map(is_alive, pids))
+
+
+SAVES = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda number, frame: (time.sleep(0.2), sys.exit(75)))
+print("pid 0", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--end-with-stdin",)])
+def test_those_that_all_save_on_a_signal_give_their_code_to_the_launcher(tmp_path, options):
+    running, _ = start(write_program(tmp_path, SAVES), options=options)
+    if options:
+        running.stdin.close()
+        running.stdin = None
+    else:
+        running.send_signal(signal.SIGTERM)
+    _, error = running.communicate(timeout=60)
+    assert running.returncode == 75, error
+
+
+def test_preempted_processes_are_not_failed_and_not_started_anew(capfd):
+    code, lines = run(sh("echo run; if [ $RANK = 1 ]; then sleep 0.5; fi; exit 75", 2, max_restarts=3))
+    assert (code, len(lines)) == (75, 2)
+    assert "failed" not in capfd.readouterr().err
+    # The other one hangs, or fails since it is alone.
+    assert run(sh("if [ $RANK = 0 ]; then exit 75; fi; sleep 60", 2, grace_s=0.3))[0] == 75
+    assert run(sh("if [ $RANK = 0 ]; then exit 75; fi; sleep 0.5; exit 1", 2))[0] == 75
+    assert run(sh("if [ $RANK = 0 ]; then exit 3; fi; sleep 0.5; exit 75", 2))[0] == 3
+
+
+def test_a_signal_while_processes_are_started_reaches_all_and_starts_no_more():
+    waits = "import signal, sys, time\nsignal.signal(15, lambda *a: sys.exit(75))\ntime.sleep(60)"
+    commands = [Command(str(i), (sys.executable, "-S", "-c", waits), dict(os.environ)) for i in range(200)]
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    start_s = time.monotonic()
+    outcome = run_together(commands, grace_s=100)
+    assert outcome.signal == signal.SIGTERM
+    assert outcome.code in (75, 143)
+    assert time.monotonic() - start_s < 60
+
+
+def test_long_lines_and_progress_bars_are_passed_on():
+    bars = r"import sys; sys.stdout.write('\r1%\r2%\r'); sys.stdout.write('a\r\n\nb\n' + 'x' * 9_000_000 + '\nend')"
+    lines = []
+    start_s = time.monotonic()
+    run_together([Command("0", (sys.executable, "-c", bars), dict(os.environ))], write=lines.append)
+    assert lines[:5] == [b"[0] 1%\n", b"[0] 2%\n", b"[0] a\n", b"[0] \n", b"[0] b\n"]
+    assert sum(line.count(b"x") for line in lines) == 9_000_000
+    assert max(map(len, lines)) < 2_000_000
+    assert lines[-1] == b"[0] end\n"
+    assert time.monotonic() - start_s < 20
+
+
+def test_a_descendant_that_writes_on_is_not_waited_for():
+    start_s = time.monotonic()
+    text = "setsid timeout 15 yes & echo a; exit 3"
+    outcome = run_together([Command("0", ("sh", "-c", text), dict(os.environ))], write=lambda line: None)
+    assert outcome.code == 3
+    assert time.monotonic() - start_s < 10
+
+
+def test_standard_input_that_cannot_be_watched_is_refused():
+    launcher = (sys.executable, "-m", "zero2jax", "launch")
+    for stdin in ("</dev/null", "<&-"):
+        done = subprocess.run(
+            ["sh", "-c", f'exec "$@" {stdin}', "sh", *launcher, "--end-with-stdin", "true"],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 2
+        assert "--end-with-stdin: standard input is closed, or a file" in done.stderr
 
 
 def test_usage_errors_need_no_traceback(capsys):

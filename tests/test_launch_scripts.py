@@ -129,3 +129,17 @@ def test_the_command_line_prints_them(tmp_path, capsys):
     assert manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["completions"] == 3
     assert main(["launch", "--include", "a", "train.py"]) == 2
     assert "there is no --hostfile to filter" in capsys.readouterr().err
+
+
+def test_filters_reach_mpirun_and_uneven_hosts_are_refused(tmp_path, capsys):
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a slots=4\nb slots=2 max_slots=8\nc slots=4\n")
+    options = ["launch", "--hostfile", str(hostfile), "--print", "mpi"]
+    assert main([*options, "--include", "a@c", "t.py"]) == 0
+    out = capsys.readouterr().out
+    assert "mpirun -np 8 --map-by ppr:4:node --host a:4,c:4 " in out
+    assert "--hostfile" not in out
+    assert main([*options, "t.py"]) == 2
+    assert "printing for mpi: host b has the slots 0, 1; all hosts must" in capsys.readouterr().err
+    assert main([*options, "--include", "a:1,2", "t.py"]) == 2
+    assert "host a has the slots 1, 2" in capsys.readouterr().err

@@ -54,6 +54,64 @@ def test_any_division_into_processes_gives_the_same_bits(runs):
     assert one == two == four
 
 
+# What is given to process 1 alone, and refused: before training, or before the first step.
+DIFFERENT = """
+import json
+import jax, numpy as np, optax
+import helpers, zero2jax
+
+me = zero2jax.init_distributed(initialization_timeout_s=120).process_index
+callback = lambda p, b: (jax.debug.callback(lambda: None), helpers.mean_loss(p, b))[1]
+scaled = lambda p, b: helpers.mean_loss(p, b) * (1.0 + me)
+found = {}
+for name, settings, seed, key in (
+    ("alike", {"loss_fn": callback}, 0, None),
+    ("seed", {"seed": me}, 0, None),
+    ("clip", {"clip_norm": 1.0 + me, "stage": 2 - me}, 0, None),
+    ("precision", {"precision": zero2jax.Precision((np.float32, "bfloat16")[me])}, 0, None),
+    ("trainable", {"trainable": lambda path, leaf: me == 0 or "embed" not in path}, 0, None),
+    ("values", {}, me, None),
+    ("key", {}, 0, jax.random.key(me)),
+    ("rate", {"tx": optax.sgd(0.1 * (1 + me))}, 0, None),
+    ("loss", {"loss_fn": scaled}, 0, None),
+):
+    engine = helpers.make_engine(2, **settings)
+    try:
+        if key is None:
+            state = engine.init(helpers.make_params(seed))
+        else:
+            state = engine.init(lambda key: {"w": jax.random.normal(key, (4, 4))}, key)
+        engine.step(state, helpers.make_batch())
+        found[name] = ""
+    except ValueError as error:
+        found[name] = str(error)
+mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("data",))
+alone = zero2jax.Engine(helpers.mean_loss, optax.sgd(0.1 + me), mesh, seed=me)  # its own on each process
+alone.step(alone.init(helpers.make_params(me)), helpers.make_batch())
+print(json.dumps(found), flush=True)
+"""
+
+
+def test_processes_with_other_settings_parameters_or_programs_are_refused_by_name(tmp_path):
+    found = results(launch(write_program(tmp_path, DIFFERENT), processes=2))
+    assert sorted(found) == [0, 1]
+    for (refusals,) in found.values():
+        assert refusals.pop("alike") == ""
+        assert all("over 2 processes: process 1 (host " in text for text in refusals.values()), refusals
+        said = {name: text.split(" over 2")[0] for name, text in refusals.items()}
+        assert said == {
+            "seed": "comparing seed",
+            "clip": "comparing stage",
+            "precision": "comparing precision",
+            "trainable": "comparing names, shapes, dtypes and trainable of the parameters",
+            "values": "comparing values of the parameters",
+            "key": "comparing values of the parameters",
+            "rate": "comparing the step's program (loss function, optimizer, learning rate)",
+            "loss": "comparing the step's program (loss function, optimizer, learning rate)",
+        }
+        assert "comparing clip_norm" in refusals["clip"]
+
+
 # Process 1 dies after a step that has been saved; what is left begins anew from there.
 RESUMED = """
 import json, os, signal, sys

@@ -2,10 +2,12 @@
 
 import os
 import signal
+import subprocess
 import threading
 
 import pytest
 from helpers import make_batches, make_engine, make_params
+from processes import TIMEOUT_S, environment, launch_arguments, write_program
 from test_checkpoint_processes import run_processes
 
 import zero2jax
@@ -74,3 +76,54 @@ def test_processes_agree_to_stop_at_the_same_step():
         2,
     )
     assert found == [[6, None], [6, int(signal.SIGTERM)]]
+
+
+TRAINS = """
+import sys, time
+import jax, numpy as np
+import helpers, zero2jax
+
+zero2jax.init_distributed(initialization_timeout_s=120)
+engine = helpers.make_engine(2)
+state = engine.init(jax.tree.map(np.asarray, helpers.make_params()))
+batch = helpers.make_batch()
+with (
+    zero2jax.Preemption() as preemption,
+    zero2jax.Checkpointer(sys.argv[1], engine, save_interval_steps=10_000) as checkpointer,
+):
+    for step in range(1, 10_000):
+        state, _ = engine.step(state, batch)
+        if step == 1:
+            print("begun", flush=True)
+        stop = preemption.should_stop(step)
+        checkpointer.save(step, state, force=stop)
+        if stop:
+            break
+        time.sleep(0.01)
+print("stopped after", step, flush=True)
+sys.exit(zero2jax.PREEMPTED_EXIT_CODE)
+"""
+
+
+def test_a_signal_to_the_launcher_saves_one_checkpoint_and_ends_with_75(tmp_path):
+    program = write_program(tmp_path, TRAINS)
+    running = subprocess.Popen(
+        launch_arguments(program, tmp_path / "saved", options=["--grace-s", "100", "--max-restarts", "1"]),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    begun = 0
+    for line in running.stdout:
+        begun += "begun" in line
+        if begun == 2:
+            break
+    running.send_signal(signal.SIGTERM)
+    out, error = running.communicate(timeout=TIMEOUT_S)
+    assert running.returncode == zero2jax.PREEMPTED_EXIT_CODE, error
+    stopped = [line.split()[-1] for line in out.splitlines() if "stopped after" in line]
+    assert len(stopped) == 2
+    assert stopped[0] == stopped[1]
+    assert zero2jax.Checkpointer(tmp_path / "saved").latest_step() == int(stopped[0])
+    assert "restart" not in error

@@ -57,7 +57,7 @@ class BatchOrder:
                 f"of at least one example. Use a smaller batch, or more data."
             )
         self.num_examples, self.batch_size, self.seed = num_examples, batch_size, seed
-        self.position = position
+        self.position = _checked(position)
         self._rows = local_rows(batch_size, mesh, axis_name)
         self._epoch = -1
         self._order = np.arange(0)
@@ -71,7 +71,7 @@ class BatchOrder:
         return self
 
     def __next__(self) -> np.ndarray:
-        epoch, batch = divmod(self.position, self.batches_per_epoch)
+        epoch, batch = divmod(_checked(self.position), self.batches_per_epoch)
         if epoch != self._epoch:
             self._epoch, self._order = (
                 epoch,
@@ -79,3 +79,13 @@ class BatchOrder:
             )
         self.position += 1
         return self._order[batch * self.batch_size + self._rows]
+
+
+def _checked(position: int) -> int:
+    found = np.asarray(position)
+    if found.ndim or not np.issubdtype(found.dtype, np.integer) or found < 0:
+        raise ValueError(
+            f"ordering examples from position {position!r} on: it is the number of batches that have been drawn, a "
+            f"whole number of at least 0. Set the `position` that was saved."
+        )
+    return int(found)

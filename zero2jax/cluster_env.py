@@ -222,6 +222,24 @@ def split_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def parse_coordinator(text: str) -> tuple[str, int | None]:
+    """(host without brackets, port or None) of "host", "host:port", an IPv6 address, or one in brackets with a port.
+
+    Raises:
+      ValueError: there is no host, or the port is no number from 1 to 65535.
+    """
+    match = re.fullmatch(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\[\]\s]+))(?::(?P<port>\d+))?", text)
+    if match is None and text.count(":") > 1 and not set(text) & set("[] "):
+        return text, None  # a bare IPv6 address
+    port = match["port"] if match else None
+    if match is None or (port is not None and not 0 < int(port) < 65536):
+        raise ValueError(
+            f"reading the coordinator {text!r}: write HOST or HOST:PORT with a port from 1 to 65535, as in "
+            f"node001:29500; an IPv6 address with a port in brackets, [fd00::1]:29500."
+        )
+    return match["v6"] or match["host"], None if port is None else int(port)
+
+
 def first_slurm_host(nodes: str) -> str:
     """The first host of a Slurm list: `node001` of `node[001-004,007],login1`."""
     prefix, number, suffix = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes).groups(  # type: ignore[union-attr]

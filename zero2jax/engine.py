@@ -16,6 +16,7 @@ import optax
 from jax.sharding import Mesh
 
 from zero2jax import losses
+from zero2jax.agreement import expect_same_start, expect_same_step, spans_processes
 from zero2jax.batches import abstract_batch, check_batch, place_batch
 from zero2jax.gradients import GradientSettings
 from zero2jax.losses import Loss, LossFn
@@ -191,14 +192,17 @@ class Engine:
           batch: arrays or shapes of a global batch: the layer dims are then read from the loss function's scans.
 
         Raises:
-          ValueError: a trainable leaf is not floating; `param_specs` or `trainable` have another structure.
+          ValueError: a trainable leaf is not floating; `param_specs` or `trainable` have another structure; processes
+            were given different settings, parameters or arguments (named).
         """
         if is_function(params):
             make = functools.partial(params, *args)
             abstract = self.abstract_state(jax.eval_shape(make), batch=batch)
+            expect_same_start(self._settings(), self.precision, self.layout, self.mesh, args)
             rest = make_params(make, self.layout.params, self.mesh)
         else:
             abstract = self.abstract_state(params, batch=batch)
+            expect_same_start(self._settings(), self.precision, self.layout, self.mesh, params)
             rest = place_params(params, self.layout.params, self.mesh)
         opt_state = make_opt_state(self._tx, rest, self.layout, self.mesh)
         first = lambda: (jnp.zeros((), jnp.int32), jax.random.key_data(jax.random.key(self.seed)))
@@ -221,14 +225,19 @@ class Engine:
           `profile` in the activation settings, `activation_profile`, measured before the first step.
 
         Raises:
-          ValueError: the batch cannot be cut up; the state has another structure; the loss is not a scalar.
+          ValueError: the batch cannot be cut up; the state has another structure; the loss is not a scalar;
+            at the first step, processes were given different loss functions or optimizers (named).
         """
         check_state(state, self.layout)
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         placed = place_batch(batch, self.mesh, self.axes.batch)
         wanted = self.activations is not None and self.activations.profile
         profile = self._profiled(batch) if wanted else None  # before the state is donated
-        state, metrics = self._jitted_step()(state, placed, extra_args)
+        step = self._jitted_step()
+        if "compared" not in self._jitted and spans_processes(self.mesh):
+            expect_same_step(step.lower(state, placed, extra_args))
+            self._jitted["compared"] = True
+        state, metrics = step(state, placed, extra_args)
         if (
             metrics["learning_rate"] is None
         ):  # said here: inside the step, jax_debug_nans would stumble over it
@@ -333,6 +342,18 @@ class Engine:
                 or None,
             )
         return self._jitted["step"]
+
+    def _settings(self) -> dict[str, Any]:
+        """What every process must have been given alike, as plain values."""
+        return {
+            "seed": self.seed,
+            "stage": self.stage,
+            "num_microbatches": self.num_microbatches,
+            "batch_size": self.batch_size,
+            "clip_norm": None if self._clip_norm is None else float(self._clip_norm),
+            "reduction": self._reduction,
+            "data axes": self.axes,
+        }
 
     def _make_layout(self, shapes: PyTree, layer_dims: PyTree) -> Layout:
         return make_layout(

@@ -27,7 +27,7 @@ def parse_hostfile(text: str, name: str = "hostfile") -> dict[str, int]:
         words = line.strip()
         if not words or words.startswith("#"):
             continue
-        match = re.match(r"(\S+)\s+slots=(\d+)\s*(#.*)?$", words)
+        match = re.match(r"(\S+)\s+slots=(\d+)(?:[\s#].*)?$", words)
         if match is None or int(match[2]) < 1:
             raise ValueError(
                 f"reading {name}, line {number}: {words!r} is not of the form `host slots=N` with N of at least 1, as "

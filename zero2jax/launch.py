@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zero2jax.cluster_env import RESTARTS, grpc_proxy
+from zero2jax.cluster_env import RESTARTS, grpc_proxy, parse_coordinator
+from zero2jax.hostfile import DEFAULT_PORT
 from zero2jax.supervise import Command, Outcome, run_together
 
 # Variables by which jax.distributed would believe another launcher.
@@ -34,7 +35,8 @@ class Launch:
       logs: folder for one file per process.
       max_restarts: how often to start anew.
       grace_s: seconds that the processes have to end after SIGINT or SIGTERM.
-      coordinator: "host" or "host:port" of process 0; None means this host, with a free port.
+      coordinator: "host" or "host:port" of process 0; None means this host. Without a port a free one is taken, or
+        29500 when other hosts have some of the processes.
       first_process: index of the first process here, when other hosts have some, too.
       total_processes: processes on all hosts; None means those here.
       end_with_stdin: end when standard input does, as under ssh.
@@ -61,8 +63,14 @@ class Launch:
         check_counts(
             processes=self.num_processes, devices_per_process=self.devices_per_process, total_processes=total
         )
+        if not self.grace_s >= 0:
+            raise ValueError(
+                f"launching with --grace-s {self.grace_s:g}: it must be 0 or more seconds. Correct it."
+            )
         if self.max_restarts < 0:
             raise ValueError(f"launching with --max-restarts {self.max_restarts}: it must not be negative.")
+        if self.coordinator is not None:
+            parse_coordinator(self.coordinator)
         if not 0 <= self.first_process <= total - self.num_processes:
             raise ValueError(
                 f"launching {self.num_processes} processes from index {self.first_process} on, of {total} in all: "
@@ -158,14 +166,22 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def _address(launch: Launch) -> tuple[str, int]:
+    """Host and port of process 0. Several launchers find the same port without being told one, one finds a free one."""
+    host, port = parse_coordinator(launch.coordinator or "127.0.0.1")
+    if port is not None:
+        return host, port
+    shared = launch.total_processes not in (None, launch.num_processes)
+    return host, DEFAULT_PORT if shared else free_port()
+
+
 def make_commands(launch: Launch, env: Mapping[str, str]) -> list[Command]:
     """One command per process of this host.
 
     Raises:
       ValueError: there are not enough GPUs, or no such script.
     """
-    host, _, port = (launch.coordinator or "127.0.0.1").partition(":")
-    address = host, int(port) if port else free_port()
+    address = _address(launch)
     suffix = f".restart{launch.num_restarts}" if launch.num_restarts else ""
     commands = []
     for i in range(launch.num_processes):
@@ -178,6 +194,8 @@ def make_commands(launch: Launch, env: Mapping[str, str]) -> list[Command]:
 
 def run_launch(launch: Launch, *, write: Callable[[bytes], None] | None = None) -> int:
     """Run the processes, and again after a failure while restarts are left; the exit code of the one that failed.
+
+    Processes that end with `PREEMPTED_EXIT_CODE` have saved for another run, later: that is no failure.
 
     Raises:
       ValueError: there are not enough GPUs, or no such script.

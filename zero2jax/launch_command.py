@@ -12,7 +12,7 @@ import tyro
 
 from zero2jax.cluster_env import RESTARTS, is_loopback
 from zero2jax.hostfile import filter_hosts, parse_hostfile
-from zero2jax.launch import Launch, check_counts, find_platform, run_launch
+from zero2jax.launch import Launch, check_counts, find_platform, run_launch, say
 from zero2jax.launch_hosts import Hosts, divide, run_on_hosts
 from zero2jax.launch_scripts import Job, jobset_manifest, mpi_command, slurm_script
 from zero2jax.plan_command import UsageError
@@ -64,12 +64,19 @@ def launch(
     """
     try:
         check_counts(processes=processes, devices_per_process=devices_per_process, hosts=hosts)
+        if total_processes is not None and max_restarts:
+            raise ValueError(
+                f"launching with --max-restarts {max_restarts} and --total-processes {total_processes}: the launchers "
+                f"of the other hosts do not know of a restart here. Use --hostfile, which restarts on all hosts, or "
+                f"let what starts the launchers restart all of them."
+            )
         chosen = _chosen_hosts(hostfile, include, exclude)
         first_slots = next(iter(chosen.values()), None)
         count, each = processes or 1, devices_per_process
         if first_slots is not None or print_for is not None:
             count, each = divide(len(first_slots or (0,)), processes, devices_per_process)
         program = (script, *args)
+        _warn_of_misplaced(args)
         if print_for is not None:
             where = (
                 hosts or len(chosen) or 1,
@@ -80,7 +87,9 @@ def launch(
                 max_restarts,
                 hostfile,
             )
-            job = Job(program, *where, coordinator or next(iter(chosen), None))
+            _check_printable(chosen, print_for)
+            named = tuple(chosen) if include or exclude else ()
+            job = Job(program, *where, coordinator or next(iter(chosen), None), named)
             print(_PRINTED[print_for](job), end="")
             return 0
         here = Launch(
@@ -116,15 +125,35 @@ def _chosen_hosts(hostfile: Path | None, include: str, exclude: str) -> Hosts:
     return {}
 
 
+def _check_printable(chosen: Hosts, print_for: str) -> None:
+    """What is printed gives every host the same number of processes, and its first slots."""
+    for host, slots in chosen.items():
+        if slots != tuple(range(len(next(iter(chosen.values()))))):
+            raise ValueError(
+                f"printing for {print_for}: host {host} has the slots {', '.join(map(str, slots))}; all hosts must "
+                f"have the same number of slots, from 0 on. Filter hosts only, or launch by ssh, without --print."
+            )
+
+
 def _is_here(hosts: Hosts) -> bool:
     """Whether the only host is this one, which needs no ssh."""
     (host, *others) = hosts
     return not others and (is_loopback(host) or host == socket.gethostname())
 
 
+def _warn_of_misplaced(arguments: Sequence[str]) -> None:
+    misplaced = misplaced_options(arguments, launch)
+    if misplaced:
+        say(
+            f"{', '.join(misplaced)} came after the script and belongs to it. If it is meant for the launcher, put it "
+            f"before the script."
+        )
+
+
 def misplaced_options(arguments: Sequence[str], command: Callable[..., Any]) -> list[str]:
     """Options of `command` among a script's arguments, most likely meant for the launcher."""
     names = {"--" + name.replace("_", "-") for name in inspect.signature(command).parameters}
+    names = names - {"--script", "--args", "--print-for"} | {"--print"}
     return [word for word in arguments if word.split("=")[0].replace("_", "-") in names - {"--platform"}]
 
 
@@ -136,6 +165,6 @@ def split_script(arguments: Sequence[str], command: Callable[..., Any]) -> list[
     while i < len(arguments) and arguments[i].startswith("-"):
         if arguments[i] == "--":
             return list(arguments)
-        alone = arguments[i] in flags | {"-h", "--help"} or "=" in arguments[i]
+        alone = arguments[i].replace("_", "-") in flags | {"-h", "--help"} or "=" in arguments[i]
         i += 1 if alone else 2
     return [*arguments[:i], "--", *arguments[i:]] if i < len(arguments) else list(arguments)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from zero2jax.cluster_env import RESTARTS, is_loopback, join_address
+from zero2jax.cluster_env import RESTARTS, is_loopback, join_address, parse_coordinator
 from zero2jax.hostfile import DEFAULT_PORT, forwarded_environment, ssh_command
 from zero2jax.launch import Launch, report_failure, say
 from zero2jax.supervise import Command, run_together
@@ -83,7 +83,7 @@ def host_commands(
 
 
 def _coordinator(launch: Launch, hosts: Hosts) -> str:
-    host, _, port = (launch.coordinator or next(iter(hosts))).partition(":")
+    host, port = parse_coordinator(launch.coordinator or next(iter(hosts)))
     host = host.rpartition("@")[2]  # user@host
     if len(hosts) > 1 and is_loopback(host):
         raise ValueError(
@@ -91,7 +91,7 @@ def _coordinator(launch: Launch, hosts: Hosts) -> str:
             f"Write its real name in the hostfile, or give --coordinator."
         )
     # Another port for each restart: the last one may still be held.
-    return join_address(host, int(port or DEFAULT_PORT) + launch.num_restarts)
+    return join_address(host, (port or DEFAULT_PORT) + launch.num_restarts)
 
 
 def run_on_hosts(

@@ -26,6 +26,7 @@ class Job:
     max_restarts: int = 0
     hostfile: Path | None = None
     coordinator_host: str | None = None
+    hosts: tuple[str, ...] = ()  # those of the hostfile to use, if not all
 
     @property
     def name(self) -> str:
@@ -72,7 +73,10 @@ def mpi_command(job: Job) -> str:
     """A line for a shell on the host of process 0, with Open MPI's `mpirun`."""
     host = job.coordinator_host or "$(hostname)"
     words = ["mpirun", f"-np {job.num_processes}", f"--map-by ppr:{job.processes_per_host}:node"]
-    if job.hostfile is not None:
+    if job.hosts:
+        slots = job.processes_per_host * job.devices_per_process
+        words.append(f"--host {','.join(f'{name}:{slots}' for name in job.hosts)}")
+    elif job.hostfile is not None:
         words.append(f"--hostfile {shlex.quote(str(job.hostfile))}")
     if job.logs is not None:
         words.append(f"--output-filename {shlex.quote(str(job.logs))}")

@@ -8,6 +8,7 @@ kernel kills it if this process dies.
 import collections
 import contextlib
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -18,11 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from zero2jax.preemption import PREEMPTED_EXIT_CODE
+
 NUM_LAST_LINES = 30
 _TICK_S = 0.1
 # For processes that wait for one that is gone: they have nothing left to save. JAX catches SIGTERM as a notice of
 # preemption, so most of them need the SIGKILL that follows.
 _FAILURE_GRACE_S = 3.0
+_DRAIN_S = 1.0  # for what a command has left in its pipe, where a descendant may go on writing
+_MAX_LINE_BYTES = 1 << 20  # longer lines are passed on in parts
+_LINE = re.compile(rb"([^\r\n]*)(\r\n|\r|\n)")  # progress bars end their lines by \r
 # Asks the kernel for SIGKILL when the parent dies (PR_SET_PDEATHSIG, 1), and becomes the command. A program of its own
 # and no `preexec_fn`: that one forks Python, which must not be done beside JAX's threads.
 _DIE_WITH_PARENT = """
@@ -48,7 +54,9 @@ class Command:
 class Outcome:
     """How the commands ended: the exit code for all; who failed by itself, first the cause; the cause's last lines.
 
-    `signal` is the signal that this process was sent, if any.
+    `signal` is the signal that this process was sent, if any. The code is then 128 more, or the one that all those
+    running ended with, if that is an error code: programs that save on request say so by it. `preempted` is whether
+    some ended with `PREEMPTED_EXIT_CODE` unasked; that is no failure.
     """
 
     code: int
@@ -56,6 +64,7 @@ class Outcome:
     reason: str = ""
     last_lines: tuple[str, ...] = ()
     signal: int | None = None
+    preempted: bool = False
 
 
 def run_together(
@@ -68,14 +77,20 @@ def run_together(
     """Run commands until all have ended, or one has failed and the others have been ended.
 
     SIGINT and SIGTERM are passed on to all of them, which then have `grace_s` seconds to end; a second one kills them.
-    Call it from the main thread.
+    When one ends with `PREEMPTED_EXIT_CODE`, the others have `grace_s` seconds to do so, too, before they are sent
+    SIGTERM. Call it from the main thread.
 
     Args:
       commands: what to run.
       grace_s: seconds between a signal passed on and SIGKILL.
       end_with_stdin: take the end of this process's standard input as SIGTERM.
       write: where lines go; standard output by default.
+
+    Raises:
+      ValueError: standard input is to be watched, and cannot be.
     """
+    if end_with_stdin:
+        _check_stdin()
     group = _Group(commands, write or _write_stdout)
     with group.signals_passed_on(grace_s):
         try:
@@ -85,9 +100,25 @@ def run_together(
             while group.running:
                 group.tick()
                 group.end_all_after_failure()
+                group.end_all_after_preemption()
         finally:
             group.kill()
     return group.outcome()
+
+
+def _check_stdin() -> None:
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
+    except (
+        AttributeError,
+        ValueError,
+        OSError,
+    ) as error:  # closed, or /dev/null or a file, which nobody can wait for
+        raise ValueError(
+            "launching with --end-with-stdin: standard input is closed, or a file; it must be a pipe or a terminal, "
+            "whose end can be waited for. Give it one, or leave out the option."
+        ) from error
 
 
 def _write_stdout(line: bytes) -> None:
@@ -101,7 +132,8 @@ class _Running:
     def __init__(self, command: Command, prefix: bytes, write: Callable[[bytes], None]):
         self.command, self.prefix, self.write = command, prefix, write
         self.last_lines: collections.deque[bytes] = collections.deque(maxlen=NUM_LAST_LINES)
-        self.rest = b""
+        self.rest, self.after_return = b"", False
+        self.told = False
         self.log: IO[bytes] | None = None
         if command.log is not None:
             command.log.parent.mkdir(parents=True, exist_ok=True)
@@ -127,33 +159,47 @@ class _Running:
         if self.log is not None:
             self.log.write(data)
             self.log.flush()
-        *lines, self.rest = (self.rest + data).split(b"\n")
-        if not data and self.rest:
-            lines, self.rest = [self.rest], b""
-        for line in lines:
-            self.last_lines.append(line)
-            self.write(self.prefix + line + b"\n")
+        text = self.rest + (data[1:] if self.after_return and data[:1] == b"\n" else data)
+        self.after_return = data[-1:] == b"\r"
+        used = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+        for match in _LINE.finditer(text, 0, used):
+            if match[1] or match[2] != b"\r":
+                self.pass_on(match[1], keep=match[2] != b"\r")
+        self.rest = text[used:]
+        if self.rest and (not data or len(self.rest) > _MAX_LINE_BYTES):
+            self.pass_on(self.rest)
+            self.rest = b""
         return bool(data)
+
+    def pass_on(self, line: bytes, *, keep: bool = True) -> None:
+        if keep:
+            self.last_lines.append(line)
+        self.write(self.prefix + line + b"\n")
 
     def drain(self) -> None:
         """Read what is left after the command has ended; a descendant that holds the pipe is not waited for."""
+        deadline_s = time.monotonic() + _DRAIN_S
         with contextlib.suppress(OSError):
-            while self.read():
-                if not _is_readable(self.output):
-                    break
+            while self.read() and _is_readable(self.output) and time.monotonic() < deadline_s:
+                pass
         if self.rest:
-            self.last_lines.append(self.rest)
-            self.write(self.prefix + self.rest + b"\n")
+            self.pass_on(self.rest)
             self.rest = b""
         if self.log is not None:
             self.log.close()
 
     def send(self, number: int) -> None:
+        self.told = True
         if self.process.stdin is not None and number != signal.SIGKILL:
             self.process.stdin.close()
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
+
+
+def _cause_first(running: _Running) -> int:
+    """An order of those found ended together. Whom JAX ends because another died aborts: it is the last to blame."""
+    return {PREEMPTED_EXIT_CODE: 1, -signal.SIGABRT: 2}.get(running.process.returncode, 0)
 
 
 def _is_readable(file: IO[bytes]) -> bool:
@@ -174,7 +220,10 @@ class _Group:
         self.commands, self.write = commands, write
         self.running: list[_Running] = []
         self.failed: list[_Running] = []
+        self.preempted: list[_Running] = []
         self.signal: int | None = None
+        self.codes: set[int] = set()  # of those that ended after the signal
+        self.end_at = float("inf")
         self.kill_at = float("inf")
         self.ending = False
         self.grace_s = 0.0
@@ -183,9 +232,13 @@ class _Group:
     def start(self) -> None:
         width = max((len(command.name) for command in self.commands), default=0)
         for command in self.commands:
+            if self.ending:
+                break  # a signal came
             prefix = f"[{command.name:>{width}}] ".encode()
             started = _Running(command, prefix, self.write)
             self.running.append(started)
+            if self.signal is not None and not started.told:
+                started.send(self.signal)
             self.selector.register(started.output, selectors.EVENT_READ, started)
 
     def watch_stdin(self) -> None:
@@ -233,12 +286,22 @@ class _Group:
             for running in self.running:
                 running.send(signal.SIGKILL)
         ended = [running for running in self.running if running.process.poll() is not None]
-        # Whom JAX ends because another died aborts: of several, the one that did something else is the cause.
-        for running in sorted(ended, key=lambda r: r.process.returncode == -signal.SIGABRT):
+        for running in sorted(ended, key=_cause_first):
             self.running.remove(running)
             self.finish(running)
-            if running.process.returncode != 0 and not self.ending:
-                self.failed.append(running)
+            self.sort_in(running)
+
+    def sort_in(self, running: _Running) -> None:
+        code = running.process.returncode
+        if self.signal is not None:
+            self.codes.add(code)
+        elif code == 0 or self.ending:
+            pass
+        elif code == PREEMPTED_EXIT_CODE:
+            self.preempted.append(running)
+            self.end_at = min(self.end_at, time.monotonic() + self.grace_s)
+        elif not self.preempted:  # else it could not go on without the one that has ended
+            self.failed.append(running)
 
     def finish(self, running: _Running) -> None:
         running.send(signal.SIGKILL)  # descendants that it left behind
@@ -254,6 +317,10 @@ class _Group:
             remote = any(running.process.stdin is not None for running in self.running)
             self.end(signal.SIGTERM, self.grace_s + _FAILURE_GRACE_S if remote else _FAILURE_GRACE_S)
 
+    def end_all_after_preemption(self) -> None:
+        if time.monotonic() >= self.end_at and not self.ending:
+            self.end(signal.SIGTERM, self.grace_s)
+
     def kill(self) -> None:
         for running in self.running:
             running.send(signal.SIGKILL)
@@ -263,9 +330,12 @@ class _Group:
 
     def outcome(self) -> Outcome:
         if self.signal is not None:
-            return Outcome(128 + self.signal, signal=self.signal)
+            (code, *others) = self.codes or {0}
+            alike = code > 0 and not others
+            return Outcome(code if alike else 128 + self.signal, signal=self.signal)
         if not self.failed:
-            return Outcome(0)
+            preempted = bool(self.preempted)
+            return Outcome(PREEMPTED_EXIT_CODE if preempted else 0, preempted=preempted)
         cause = self.failed[0]
         code = cause.process.returncode
         how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
