@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from helpers import assert_trees_equal, make_batches, make_engine, make_params, train
 
@@ -391,3 +392,21 @@ def test_killed_at_thirty_random_moments_of_saving_the_last_complete_checkpoint_
         server.kill()
         server.communicate()
     assert unfinished > 3  # most were killed in the middle of writing
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_of_another_program_alone(tmp_path, engine, monkeypatch):
+    state = engine.init(make_params())
+    save = ocp.CheckpointManager.save
+
+    def overtaken(self, step, *args, **kwargs):
+        monkeypatch.setattr(ocp.CheckpointManager, "save", save)
+        with Checkpointer(tmp_path, engine) as other:
+            other.save(step, state)
+        raise OSError(errno.EEXIST, "File exists")
+
+    with Checkpointer(tmp_path, engine) as checkpointer:
+        monkeypatch.setattr(ocp.CheckpointManager, "save", overtaken)
+        with pytest.raises(CheckpointError, match="saving step 5"):
+            checkpointer.save(5, state)
+    assert Checkpointer(tmp_path).all_steps() == [5]
+    Checkpointer(tmp_path).restore(engine)

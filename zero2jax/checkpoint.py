@@ -169,7 +169,7 @@ class Checkpointer:
             except OSError as error:
                 self._fail(step, error)
             except BaseException:
-                self._delete_step(step)
+                self._delete_unfinished(step)
                 raise
             self._saving = step
             if not self._asynchronous:
@@ -372,7 +372,7 @@ class Checkpointer:
 
     def _fail(self, step: int, error: OSError | None) -> NoReturn:
         """Clear away what there is of a step and say why it could not be saved."""
-        self._delete_step(step)
+        self._delete_unfinished(step)
         # Orbax's manager may raise the same error again, so begin with a new one.
         with contextlib.suppress(OSError):
             self._manager.close()
@@ -388,8 +388,10 @@ class Checkpointer:
             f"{way_out}, then save again."
         ) from error
 
-    def _delete_step(self, step: int) -> None:
-        self._delete([str(step), *(p.name for p in self.directory.glob(f"{step}{_TEMPORARY}*"))])
+    def _delete_unfinished(self, step: int) -> None:
+        """Delete what a failed save left; a complete checkpoint of this step is another program's and stays."""
+        failed = [str(step)] if (self.directory / str(step) / ITEM / FAILED).exists() else []
+        self._delete([*failed, *(p.name for p in self.directory.glob(f"{step}{_TEMPORARY}*"))])
 
     def _delete_old(self) -> None:
         if self._max_to_keep is not None:
