@@ -1,5 +1,6 @@
 """Checkpoints: the same logical values on any mesh and stage, the same run after a resume, and what is selected."""
 
+import functools
 import json
 import threading
 import warnings
@@ -478,6 +479,11 @@ def test_extra_comes_back_as_it_was(tmp_path):
         ({object(): 1}, r"extra \(a key\)"),
         (jax.random.key(0), "extra: found an array of key<fry>"),
         (lambda: 0, "extra: found a builtins.function"),
+        (np.ma.array([1, 2], mask=[0, 1]), "extra: found a numpy.ma"),
+        (np.zeros(2, [("a", "i4")]), "extra: found an array of"),
+        ([np.void(b"abc")], r"extra\[0\]: found a numpy.void"),
+        ({np.complex64(1): 2}, r"extra \(a key\): found a numpy.complex64"),
+        (functools.reduce(lambda x, _: [x], range(2000), 1), "extra: its containers are nested too deeply"),
     ],
 )
 def test_extra_that_would_need_pickling_is_refused(tmp_path, extra, path):
@@ -487,6 +493,35 @@ def test_extra_that_would_need_pickling_is_refused(tmp_path, extra, path):
             checkpointer.save(0, state, extra)
         assert checkpointer.all_steps() == []
         checkpointer.save(0, state, {"a": 1})
+
+
+def test_extra_with_keys_and_numbers_of_numpy_and_numbers_of_any_size(tmp_path):
+    extra = {
+        np.int64(3): 1,
+        (np.int32(4), "a"): np.arange(3, dtype=">f4"),
+        np.float32(0.5): 2**70,
+        "huge": [-(10**5000), 2**63, -(2**63)],
+    }
+    engine, state = trained(0)
+    with Checkpointer(tmp_path, engine) as checkpointer:
+        checkpointer.save(0, state, extra)
+        _, found = checkpointer.restore()
+    assert list(found) == list(extra)
+    assert [type(key) for key in found] == [int, tuple, float, str]
+    assert found["huge"] == extra["huge"]
+    assert found[0.5] == 2**70
+    assert found[4, "a"].dtype == np.float32
+    np.testing.assert_array_equal(found[4, "a"], [0, 1, 2])
+
+
+def test_a_leaf_may_be_called_as_a_block_of_another(tmp_path):
+    engine = make_engine(
+        2, loss_fn=lambda params, batch: sum(x.sum() for x in params.values()) * batch.mean()
+    )
+    state = engine.init({"w": jnp.zeros(2), "w[0:1]": jnp.ones(1), "w[1:2]": jnp.full(1, 2.0)})
+    with Checkpointer(tmp_path, engine) as checkpointer:
+        checkpointer.save(0, state)
+        assert_trees_equal(checkpointer.restore()[0].params, state.params)
 
 
 def test_blocks_cover_a_box_once_and_stay_below_the_limit():

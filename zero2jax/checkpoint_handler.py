@@ -109,7 +109,10 @@ def write_process_file(folder: Path, leaves: Sequence[LeafBlocks]) -> None:
     stem = f"{jax.process_index():05}-of-{jax.process_count():05}"
     file = f"{stem}.safetensors"
     blocks = [block for _, leaf_blocks in leaves for block in leaf_blocks]
-    tensors = [Tensor(_block_name(b), b.leaf.dtype, b.value.shape) for b in blocks]
+    tensors = [
+        Tensor(name, b.leaf.dtype, b.value.shape)
+        for name, b in zip(_distinct([_block_name(b) for b in blocks]), blocks, strict=True)
+    ]
     written = write(
         folder / file, tensors, lambda i: blocks[i].value, metadata={"format": f"{FORMAT}, blocks"}
     )
@@ -151,6 +154,16 @@ def _block_name(block: HostBlock) -> str:
     if block.value.shape == block.leaf.shape:
         return block.leaf.name
     return f"{block.leaf.name}[{','.join(f'{a}:{b}' for a, b in block.box)}]"
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """The names, with `~` behind one that is taken: a leaf may be called as a block of another, `w[0:1]`."""
+    found: dict[str, None] = {}
+    for name in names:
+        while name in found:
+            name += "~"
+        found[name] = None
+    return list(found)
 
 
 def composite(item: SaveState) -> Any:
