@@ -514,6 +514,13 @@ def test_extra_with_keys_and_numbers_of_numpy_and_numbers_of_any_size(tmp_path):
     np.testing.assert_array_equal(found[4, "a"], [0, 1, 2])
 
 
+def test_settings_that_are_numbers_of_numpy_are_saved(tmp_path):
+    engine, state = trained(0, seed=np.int64(3), batch_size=np.int64(24))
+    with Checkpointer(tmp_path, engine) as checkpointer:
+        checkpointer.save(0, state)
+    assert Checkpointer(tmp_path).info()["engine"]["seed"] == 3
+
+
 def test_a_leaf_may_be_called_as_a_block_of_another(tmp_path):
     engine = make_engine(
         2, loss_fn=lambda params, batch: sum(x.sum() for x in params.values()) * batch.mean()

@@ -7,15 +7,18 @@ Neither direction builds a whole leaf that does not rest whole.
 
 import dataclasses
 import functools
+import importlib.metadata
+import json
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from zero2jax.checkpoint_format import Box, Checkpoint, CheckpointError, SavedLeaf, cut_into_blocks, part_of
+from zero2jax.engine import Engine
 from zero2jax.pytrees import path_string
 from zero2jax.state import Layout, TrainState
 
@@ -165,6 +168,31 @@ def _read_boxes(
         return found if first[keys[i]] == i else found.copy()
 
     return [functools.partial(shard, i) for i in range(len(keys))]
+
+
+def manifest_info(engine: Engine) -> dict[str, Any]:
+    """What a manifest says of the engine and of the versions, in JSON's own types."""
+    packages = ("zero2jax", "jax", "numpy", "optax", "orbax-checkpoint")
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # run from a checkout
+            versions[package] = "unknown"
+    info = {
+        "versions": versions,
+        "config": engine.config,
+        "engine": {
+            "stage": engine.stage,
+            "mesh": {name: int(size) for name, size in engine.mesh.shape.items()},
+            "num_microbatches": engine.num_microbatches,
+            "batch_size": engine.batch_size,
+            "seed": engine.seed,
+        },
+        "rng_impl": default_key_impl(),
+    }
+    plain = lambda x: x.tolist() if isinstance(x, np.ndarray | np.generic | jax.Array) else str(x)
+    return cast(dict[str, Any], json.loads(json.dumps(info, default=plain)))
 
 
 def default_key_impl() -> str:
