@@ -33,11 +33,12 @@ from zero2jax.checkpoint_format import (
     find_checkpoint,
     list_steps,
 )
-from zero2jax.checkpoint_match import Selection, match_leaves
+from zero2jax.checkpoint_match import Selection, check_containers, match_leaves
 from zero2jax.checkpoint_state import (
     HostBlock,
     host_blocks,
     manifest_info,
+    optimizer_containers,
     read_leaf,
     restored_state,
     state_leaves,
@@ -211,6 +212,11 @@ class Checkpointer:
             sources = match_leaves(
                 checkpoint, leaves, select=select, rename=rename, strict=strict, has_into=into is not None
             )
+            if strict:
+                taken = [
+                    leaf.name for leaf, source in zip(leaves, sources, strict=True) if source is not None
+                ]
+                check_containers(checkpoint, optimizer_containers(layout), taken)
             restored = [
                 x if source is None else read_leaf(checkpoint, source, leaf)
                 for leaf, source, x in zip(leaves, sources, given, strict=True)

@@ -190,9 +190,29 @@ def manifest_info(engine: Engine) -> dict[str, Any]:
             "seed": engine.seed,
         },
         "rng_impl": default_key_impl(),
+        "containers": optimizer_containers(engine.layout),
     }
     plain = lambda x: x.tolist() if isinstance(x, np.ndarray | np.generic | jax.Array) else str(x)
     return cast(dict[str, Any], json.loads(json.dumps(info, default=plain)))
+
+
+def optimizer_containers(layout: Layout) -> dict[str, str]:
+    """Class names of the named tuples in the optimizer's state, `{"opt_state/0": "ScaleByAdamState"}`.
+
+    Of those that hold leaves. Leaves of two optimizers may agree in names and shapes and differ in meaning.
+    """
+    found: dict[str, str] = {}
+
+    def walk(node: Any, path: tuple[Any, ...]) -> None:
+        below = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
+        if isinstance(node, tuple) and hasattr(node, "_fields") and jax.tree.leaves(node):
+            found["/".join(filter(None, ("opt_state", path_string(path))))] = type(node).__name__
+        for key, child in below:
+            if key:
+                walk(child, (*path, *key))
+
+    walk(layout.opt_state.tree, ())
+    return found
 
 
 def default_key_impl() -> str:
