@@ -14,10 +14,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from helpers import assert_trees_equal, make_batches, make_engine, make_params, train
 
-from zero2jax import Checkpointer, CheckpointError, safetensors_file
+from zero2jax import Checkpointer, CheckpointError, checkpoint_handler, safetensors_file
 from zero2jax.checkpoint_format import Checkpoint, DamagedError, list_steps
 
 TESTS = Path(__file__).parent
@@ -172,11 +173,71 @@ def test_an_error_while_writing_is_raised_by_the_next_save(copy, engine, monkeyp
         )
         assert checkpointer.save(3, state)
         checkpointer._manager.wait_until_finished()
-    with pytest.raises(CheckpointError, match=r"saving step 3 .*I/O error"):
+    with pytest.raises(CheckpointError, match=r"saving step 3 .*I/O error") as caught:
         checkpointer.save(4, state)
-    assert checkpointer.save(4, state)
+    assert caught.value.__notes__ == ["Step 4 was saved or is being saved all the same."]
     checkpointer.close()
     assert list_steps(copy) == [1, 2, 4]
+
+
+@pytest.mark.parametrize("name", ["write_process_file", "merge_parts"])
+def test_an_error_of_another_kind_is_handled_like_one_of_the_file_system(copy, engine, monkeypatch, name):
+    def fail(*args):
+        raise MemoryError("out of memory")
+
+    state, _ = Checkpointer(copy).restore(engine)
+    with Checkpointer(copy, engine, asynchronous=False) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(f"zero2jax.checkpoint_handler.{name}", fail)
+            with pytest.raises(CheckpointError, match=r"saving step 3 .*MemoryError\('out of memory'\)"):
+                checkpointer.save(3, state)
+        assert sorted(p.name for p in copy.iterdir()) == ["1", "2"]
+        checkpointer.save(3, state)
+    assert list_steps(copy) == [1, 2, 3]
+
+
+def test_an_error_in_the_block_of_a_checkpointer_is_not_hidden_by_one_of_its_save(copy, engine, monkeypatch):
+    def fail(*args):
+        raise OSError(errno.EIO, "I/O error")
+
+    state, _ = Checkpointer(copy).restore(engine)
+    monkeypatch.setattr("zero2jax.checkpoint_handler.write_process_file", fail)
+    checkpointer = Checkpointer(copy, engine)
+
+    def run():
+        with checkpointer:
+            checkpointer.save(3, state)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        run()
+    assert "I/O error" in caught.value.__notes__[0]
+    with pytest.raises(CheckpointError, match="this Checkpointer was closed"):
+        checkpointer.save(4, state)
+
+
+def test_folders_deleted_by_hand_may_be_saved_again(tmp_path, engine):
+    state = engine.init(make_params())
+    with Checkpointer(tmp_path / "a", engine) as checkpointer:
+        for step, delete in ((5, "5"), (5, "5"), (3, "")):
+            checkpointer.save(step, state)
+            checkpointer.wait()
+            assert checkpointer.all_steps() == [step]
+            shutil.rmtree(tmp_path / "a" / delete)
+        checkpointer.save(1, state)
+    assert list_steps(tmp_path / "a") == [1]
+
+
+def test_a_second_checkpointer_that_saves_nothing_leaves_a_save_in_progress_alone(
+    tmp_path, engine, monkeypatch
+):
+    go, write = threading.Event(), checkpoint_handler.write_process_file
+    monkeypatch.setattr(checkpoint_handler, "write_process_file", lambda *args: (go.wait(60), write(*args)))
+    with Checkpointer(tmp_path, engine) as checkpointer:
+        checkpointer.save(1, engine.init(make_params()))
+        Checkpointer(tmp_path, engine).close()
+        go.set()
+    assert list_steps(tmp_path) == [1]
 
 
 def test_an_error_while_committing_is_raised_and_the_next_save_works(copy, engine, monkeypatch):
@@ -391,3 +452,21 @@ def test_killed_at_thirty_random_moments_of_saving_the_last_complete_checkpoint_
         server.kill()
         server.communicate()
     assert unfinished > 3  # most were killed in the middle of writing
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_of_another_program_alone(tmp_path, engine, monkeypatch):
+    state = engine.init(make_params())
+    save = ocp.CheckpointManager.save
+
+    def overtaken(self, step, *args, **kwargs):
+        monkeypatch.setattr(ocp.CheckpointManager, "save", save)
+        with Checkpointer(tmp_path, engine) as other:
+            other.save(step, state)
+        raise OSError(errno.EEXIST, "File exists")
+
+    with Checkpointer(tmp_path, engine) as checkpointer:
+        monkeypatch.setattr(ocp.CheckpointManager, "save", overtaken)
+        with pytest.raises(CheckpointError, match="saving step 5"):
+            checkpointer.save(5, state)
+    assert Checkpointer(tmp_path).all_steps() == [5]
+    Checkpointer(tmp_path).restore(engine)

@@ -198,3 +198,50 @@ def test_a_process_that_cannot_write_fails_the_save_of_all_and_nothing_is_lost(t
             assert f"saving step 2 to {tmp_path}/{failing}: {reason}" in message
             assert "latest complete checkpoint is step 1" in message
     assert [len(messages) for messages in found] == [2, 2]
+
+
+def test_what_one_process_cannot_save_is_refused_in_all_at_once(tmp_path):
+    found = run_processes(
+        f"""
+        import time
+        from zero2jax import checkpoint
+        engine = make_engine(8, stage=2)
+        state = engine.init(make_params())
+        messages, start = [], time.monotonic()
+
+        def refused(*args):
+            try:
+                checkpointer.save(*args)
+                checkpointer.wait()
+            except (TypeError, ValueError) as error:
+                messages.append(str(error))
+
+        with zero2jax.Checkpointer({str(tmp_path)!r}, engine) as checkpointer:
+            refused(1, state, object())
+            refused(2**31, state)
+            host_blocks = checkpoint.host_blocks
+            if index == 1:
+                checkpoint.host_blocks = lambda *args, **settings: [][0]
+            refused(1, state)
+            checkpoint.host_blocks = host_blocks
+            checkpointer.save(1, state, object() if index else [np.ones(2)])
+            checkpointer.wait()
+            assert list(checkpointer.restore()[1][0]) == [1, 1]
+        try:
+            with zero2jax.Checkpointer({str(tmp_path)!r}, engine) as checkpointer:
+                checkpointer.save(2, state)
+                raise ZeroDivisionError
+        except ZeroDivisionError:
+            pass
+        assert checkpointer.latest_step() == 2
+        assert time.monotonic() - start < 60
+        print(json.dumps(messages))
+        """,
+        2,
+    )
+    assert [len(messages) for messages in found] == [3, 3]
+    assert "found a builtins.object" in found[0][0]
+    assert "another process cannot begin this save" in found[1][0]
+    assert all("below 2**31" in messages[1] for messages in found)
+    assert "another process could not write" in found[0][2]
+    assert "IndexError" in found[1][2]

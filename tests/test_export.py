@@ -14,6 +14,7 @@ from helpers import make_engine, make_params
 
 from zero2jax import Checkpointer, CheckpointError, export_checkpoint, load_exported, safetensors_file
 from zero2jax.__main__ import main
+from zero2jax.checkpoint_match import CheckpointWarning
 from zero2jax.export import parse_bytes
 from zero2jax.safetensors_file import FileError, Tensor, read_header
 
@@ -194,6 +195,47 @@ def test_wrong_paths_are_refused(checkpoint, tmp_path):
         load_exported(tmp_path / "none.safetensors")
     with pytest.raises(CheckpointError, match=r"it holds \[\]"):
         load_exported(tmp_path / "empty")
+
+
+def test_exports_that_would_lose_numbers_or_a_directory(checkpoint, tmp_path):
+    with pytest.raises(CheckpointError, match="dtype is int8; parameters are exported as floating"):
+        export_checkpoint(checkpoint, tmp_path / "m.safetensors", dtype=jnp.int8)
+    for folder in (checkpoint, checkpoint / "2" / "new"):
+        with pytest.raises(CheckpointError, match="that folder is for checkpoints only"):
+            export_checkpoint(checkpoint, folder / "m.safetensors")
+    Checkpointer(checkpoint)
+    engine = make_engine(1)
+    state = engine.init(jax.tree.map(lambda x: x * 0 + 1e6, make_params()))
+    with Checkpointer(tmp_path / "saved", engine) as checkpointer:
+        checkpointer.save(0, state)
+    with pytest.warns(CheckpointWarning, match=r"'embed': 35.* do not fit into float16"):
+        export_checkpoint(
+            tmp_path / "saved", tmp_path / "new" / "folder" / "m.safetensors", dtype=jnp.float16
+        )
+    assert np.isinf(load_exported(tmp_path / "new" / "folder")["embed"]).all()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"weight_map": {}}, "it names no file"),
+        ({"weight_map": {"a": "../m.safetensors"}}, "no index of safetensors files beside it"),
+        ({"weight_map": ["m.safetensors"]}, "no index of safetensors files"),
+        ({"weight_map": {"zz": "m.safetensors"}}, r"tensors that its files do not have, \['zz'\]"),
+    ],
+)
+def test_bad_indices_are_refused(checkpoint, tmp_path, content, words):
+    export_checkpoint(checkpoint, tmp_path / "m.safetensors")
+    (tmp_path / "m.safetensors.index.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=words):
+        load_exported(tmp_path)
+
+
+def test_numbers_of_another_kind_are_refused(tmp_path):
+    values = np.ones(2, np.uint8)
+    safetensors_file.write(tmp_path / "m.safetensors", [Tensor("a", values.dtype, (2,))], lambda i: values)
+    with pytest.raises(CheckpointError, match=r"'a' float32\[2\]: the file has uint8\[2\]"):
+        load_exported(tmp_path, {"a": jnp.ones(2)})
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import contextlib
 import errno
 import operator
 import os
-import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,13 +23,9 @@ from typing import Any, NoReturn, Self
 import jax
 import numpy as np
 
-from zero2jax import checkpoint_extra
+from zero2jax import checkpoint_directory, checkpoint_extra
 from zero2jax.checkpoint_format import (
-    CHECKSUM,
     EXTRA,
-    FAILED,
-    ITEM,
-    MANIFEST,
     Checkpoint,
     CheckpointError,
     DamagedError,
@@ -38,11 +33,12 @@ from zero2jax.checkpoint_format import (
     find_checkpoint,
     list_steps,
 )
-from zero2jax.checkpoint_match import Selection, match_leaves
+from zero2jax.checkpoint_match import Selection, check_containers, match_leaves
 from zero2jax.checkpoint_state import (
     HostBlock,
-    default_key_impl,
     host_blocks,
+    manifest_info,
+    optimizer_containers,
     read_leaf,
     restored_state,
     state_leaves,
@@ -52,8 +48,8 @@ from zero2jax.pytrees import PyTree
 from zero2jax.state import TrainState
 from zero2jax.step import check_state
 
+_WAIT_AFTER_ERROR_S = 60  # for the threads of all processes to commit a save in progress
 _OTHER_PROCESS = "another process could not write and says why, or does not see this directory"
-_TEMPORARY = ".orbax-checkpoint-tmp"
 
 
 class Checkpointer:
@@ -61,8 +57,8 @@ class Checkpointer:
 
     Args:
       directory: where the checkpoints lie, on a file system that all processes share.
-      engine: the engine whose states are saved. Without one, the checkpointer only reads. One that saves clears away
-        unfinished saves when it is built: let there be one per directory.
+      engine: the engine whose states are saved. Without one, the checkpointer only reads. The first save
+        clears away unfinished ones: let there be one that saves per directory.
       max_to_keep: older checkpoints are deleted once a newer one is complete; None keeps all.
       save_interval_steps: `save` does nothing at steps that are not a multiple of it.
       asynchronous: `save` returns once the shards are copied to the host, and a thread writes them.
@@ -115,17 +111,22 @@ class Checkpointer:
         self._save_frozen = save_frozen
         self._lock = threading.RLock()
         self._saving: int | None = None
-        _check_directory(self.directory)
-        self._manager: Any = None
+        self._closed = False
+        self._manager: Any = None  # made by the first save
         self._handler: Any = None
+        checkpoint_directory.check_directory(self.directory)
         if engine is not None:
-            self._manager, self._handler = _make_manager(self.directory, timeout_s)
+            from zero2jax import checkpoint_handler  # noqa: F401, fails here and now if Orbax is not installed
+
+            checkpoint_directory.make_writable(self.directory)
 
     def save(self, step: int, state: TrainState, extra: PyTree = None, *, force: bool = False) -> bool:
         """Save the state after `step` steps; whether it was a step to save at.
 
         The state is only read. When this returns it may be donated, also if the writing goes on in a thread; an error
-        there is raised by the next `save` at a step to save at, by `wait` or by `close`.
+        there is raised by `wait`, by `close`, or by the next `save` at a step to save at, once that has begun its own
+        writing. End a program with `close` or `wait`, or use `with`: Python allows no new work in threads once the main
+        program has ended, so a save that is still being written then is lost.
 
         Args:
           step: names the checkpoint; later than those in the directory.
@@ -135,45 +136,31 @@ class Checkpointer:
           force: save at a step that `save_interval_steps` would skip.
 
         Raises:
-          CheckpointError: there is a checkpoint of this step or a later one; or the file system refused, now or in the
-            save before. The state and earlier checkpoints are untouched.
+          CheckpointError: there is a checkpoint of this step or a later one; the file system refused, now or in the
+            save before; or another process cannot save. The state and earlier checkpoints are untouched.
           ValueError: the state was donated to a step.
           TypeError: `extra` holds something else.
         """
         with self._lock:
-            manager = self._manager
-            if manager is None or self.engine is None:
-                raise CheckpointError(
-                    f"saving step {step} to {self.directory}: this Checkpointer was built without an engine, to read. "
-                    f"Build it as Checkpointer(directory, engine)."
-                )
-            step = _checked_step(step)
-            check_state(state, self.engine.layout)
-            if any(x.is_deleted() for x in jax.tree.leaves(state)):
-                raise ValueError(
-                    f"saving step {step} to {self.directory}: this state was donated to a later step and is gone. Save "
-                    f"the state that engine.step returned, before it is given to the next."
-                )
+            step = self._checked_step(step)
             if not force and step % self.save_interval_steps:
+                self._check_savable(step, state)
                 return False
-            self.wait()
-            self._check_step(step)
-            encoded, arrays = checkpoint_extra.encode(extra)
-            leaves = self._leaves_to_save(state, arrays)
-            from zero2jax import checkpoint_handler
-
-            info = {**self._info(self.engine), "step": step, "extra": encoded}
-            item = checkpoint_handler.SaveState(leaves, info, self._asynchronous)
+            earlier = self._wait_for_error()
+            problem: Exception | None = None
             try:
-                manager.save(step, args=checkpoint_handler.composite(item), force=True)
-            except OSError as error:
-                self._fail(step, error)
-            except BaseException:
-                self._delete_step(step)
-                raise
-            self._saving = step
+                item = self._prepared(step, state, extra)
+            except Exception as error:
+                problem = error
+                if earlier is not None:
+                    error.add_note(f"The save before failed too: {earlier}")
+            self._begin_everywhere(step, problem)
+            self._save(step, item)
             if not self._asynchronous:
                 self.wait()
+            if earlier is not None:
+                earlier.add_note(f"Step {step} was saved or is being saved all the same.")
+                raise earlier
             return True
 
     def restore(
@@ -225,6 +212,11 @@ class Checkpointer:
             sources = match_leaves(
                 checkpoint, leaves, select=select, rename=rename, strict=strict, has_into=into is not None
             )
+            if strict:
+                taken = [
+                    leaf.name for leaf, source in zip(leaves, sources, strict=True) if source is not None
+                ]
+                check_containers(checkpoint, optimizer_containers(layout), taken)
             restored = [
                 x if source is None else read_leaf(checkpoint, source, leaf)
                 for leaf, source, x in zip(leaves, sources, given, strict=True)
@@ -253,14 +245,15 @@ class Checkpointer:
           CheckpointError: it failed.
         """
         with self._lock:
-            step, self._saving = self._saving, None
-            if self._manager is None or step is None:
+            step = self._saving
+            if step is None:
                 return
-            error: OSError | None = None
+            error: Exception | None = None
             try:
                 self._manager.wait_until_finished()
-            except OSError as from_orbax:
+            except Exception as from_orbax:
                 error = from_orbax
+            self._saving = None
             error = self._handler.take_error() or error
             if not self._complete_everywhere(step, error):
                 self._fail(step, error)
@@ -272,6 +265,7 @@ class Checkpointer:
             try:
                 self.wait()
             finally:
+                self._closed = True
                 manager, self._manager = self._manager, None
                 if manager is not None:
                     manager.close()
@@ -285,7 +279,107 @@ class Checkpointer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        if error is None:
+            return self.close()
+        # The other processes may be anywhere in their program: no collective here, and no long wait for them.
+        try:
+            if jax.process_count() == 1:
+                self.close()
+            elif self._saving is not None:
+                committed = threading.Thread(target=self._wait_quietly, args=(self._manager,), daemon=True)
+                committed.start()
+                committed.join(_WAIT_AFTER_ERROR_S)
+        except Exception as of_close:
+            error.add_note(f"Closing {self.directory}: {of_close}")
+        return None
+
+    @staticmethod
+    def _wait_quietly(manager: Any) -> None:
+        with contextlib.suppress(Exception):
+            manager.wait_until_finished()
+
+    def _checked_step(self, step: int) -> int:
+        doing = f"saving step {step} to {self.directory}"
+        if self.engine is None:
+            raise CheckpointError(
+                f"{doing}: this Checkpointer was built without an engine, to read. Build it as "
+                f"Checkpointer(directory, engine)."
+            )
+        if self._closed:
+            raise CheckpointError(f"{doing}: this Checkpointer was closed. Build another one.")
+        number = operator.index(step)
+        if number < 0:
+            raise ValueError(f"{doing}: a step is a number of updates, 0 or more.")
+        if number >= 2**31 and jax.process_count() > 1:
+            raise ValueError(
+                f"{doing}: several processes agree on steps as int32. Number steps below 2**31, as state.step does."
+            )
+        return number
+
+    def _check_savable(self, step: int, state: TrainState) -> None:
+        assert self.engine is not None
+        check_state(state, self.engine.layout)
+        if any(x.is_deleted() for x in jax.tree.leaves(state)):
+            raise ValueError(
+                f"saving step {step} to {self.directory}: this state was donated to a later step and is gone. Save "
+                f"the state that engine.step returned, before it is given to the next."
+            )
+
+    def _wait_for_error(self) -> CheckpointError | None:
+        try:
+            self.wait()
+        except CheckpointError as error:
+            return error
+        return None
+
+    def _prepared(self, step: int, state: TrainState, extra: PyTree) -> Any:
+        """What the handler is to save; whatever can be refused is refused here, before anything is written."""
+        from zero2jax import checkpoint_handler
+
+        assert self.engine is not None
+        self._check_savable(step, state)
+        self._check_step(step)
+        encoded, arrays = None, list[np.ndarray]()
+        if jax.process_index() == 0:
+            checkpoint_directory.make_writable(self.directory)
+            encoded, arrays = checkpoint_extra.encode(extra)
+        info = {**manifest_info(self.engine), "frozen_saved": self._save_frozen, "step": step}
+        leaves = self._leaves_to_save(state, arrays)
+        return checkpoint_handler.SaveState(leaves, {**info, "extra": encoded}, self._asynchronous)
+
+    def _begin_everywhere(self, step: int, problem: Exception | None) -> None:
+        """Raise what is in the way of a save, in every process: one alone would leave the others waiting for it."""
+        if jax.process_count() > 1:
+            from jax.experimental import multihost_utils
+
+            fine = bool(np.all(multihost_utils.process_allgather(np.bool_(problem is None))))
+            if problem is None and not fine:
+                raise CheckpointError(
+                    f"saving step {step} to {self.directory}: another process cannot begin this save and says why. "
+                    f"Nothing of it was written."
+                )
+        if problem is not None:
+            raise problem
+
+    def _save(self, step: int, item: Any) -> None:
+        from zero2jax import checkpoint_handler
+
+        try:
+            if self._manager is None:
+                if jax.process_index() == 0:
+                    checkpoint_directory.clear_failed(self.directory)
+                self._manager, self._handler = checkpoint_handler.make_manager(
+                    self.directory, self._timeout_s
+                )
+            elif list(self._manager.all_steps()) != self.all_steps():  # folders were deleted by hand
+                self._manager.reload()
+            self._manager.save(step, args=checkpoint_handler.composite(item), force=True)
+        except OSError as error:
+            self._fail(step, error)
+        except BaseException:
+            self._delete_unfinished(step)
+            raise
+        self._saving = step
 
     def _leaves_to_save(
         self, state: TrainState, arrays: Sequence[np.ndarray]
@@ -302,35 +396,10 @@ class Checkpointer:
             for i, x in enumerate(arrays):
                 leaf = SavedLeaf(f"{EXTRA}{i}", x.dtype, x.shape)
                 whole = tuple((0, n) for n in x.shape)
-                mine = jax.process_index() == 0 and x.size
-                found.append((leaf, [HostBlock(leaf, whole, x)] if mine else []))
+                found.append((leaf, [HostBlock(leaf, whole, x)] if x.size else []))
             return found
 
         return take
-
-    def _info(self, engine: Engine) -> dict[str, Any]:
-        import importlib.metadata
-
-        packages = ("zero2jax", "jax", "numpy", "optax", "orbax-checkpoint")
-        versions = {}
-        for package in packages:
-            try:
-                versions[package] = importlib.metadata.version(package)
-            except importlib.metadata.PackageNotFoundError:  # run from a checkout
-                versions[package] = "unknown"
-        return {
-            "versions": versions,
-            "config": engine.config,
-            "engine": {
-                "stage": engine.stage,
-                "mesh": {name: int(size) for name, size in engine.mesh.shape.items()},
-                "num_microbatches": engine.num_microbatches,
-                "batch_size": engine.batch_size,
-                "seed": engine.seed,
-            },
-            "rng_impl": default_key_impl(),
-            "frozen_saved": self._save_frozen,
-        }
 
     def _check_step(self, step: int) -> None:
         steps = self.all_steps()
@@ -361,7 +430,7 @@ class Checkpointer:
             return "There is no checkpoint before it."
         return f"The checkpoint before it is step {before[-1]}: restore(engine, step={before[-1]})."
 
-    def _complete_everywhere(self, step: int, error: OSError | None) -> bool:
+    def _complete_everywhere(self, step: int, error: Exception | None) -> bool:
         """Whether the save succeeded; the same answer in every process."""
         fine = error is None and (jax.process_index() != 0 or step in self.all_steps())
         if jax.process_count() == 1:
@@ -370,16 +439,21 @@ class Checkpointer:
 
         return bool(np.all(multihost_utils.process_allgather(np.bool_(fine))))
 
-    def _fail(self, step: int, error: OSError | None) -> NoReturn:
+    def _fail(self, step: int, error: Exception | None) -> NoReturn:
         """Clear away what there is of a step and say why it could not be saved."""
-        self._delete_step(step)
-        # Orbax's manager may raise the same error again, so begin with a new one.
-        with contextlib.suppress(OSError):
-            self._manager.close()
-        self._handler.close()
-        self._manager, self._handler = _make_manager(self.directory, self._timeout_s)
-        full = error is not None and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        reason = "the disk is full" if full else str(error or _OTHER_PROCESS)
+        self._delete_unfinished(step)
+        # Orbax's manager may raise the same error again, so the next save begins with a new one.
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            with contextlib.suppress(Exception):
+                manager.close()
+            self._handler.close()
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = str(error or _OTHER_PROCESS)
+        if full:
+            reason = "the disk is full"
+        elif error is not None and not isinstance(error, OSError):
+            reason = repr(error)
         latest = self.latest_step()
         way_out = "Free space or lower max_to_keep" if full else "Resolve that"
         raise CheckpointError(
@@ -388,8 +462,8 @@ class Checkpointer:
             f"{way_out}, then save again."
         ) from error
 
-    def _delete_step(self, step: int) -> None:
-        self._delete([str(step), *(p.name for p in self.directory.glob(f"{step}{_TEMPORARY}*"))])
+    def _delete_unfinished(self, step: int) -> None:
+        self._delete(checkpoint_directory.unfinished(self.directory, step))
 
     def _delete_old(self) -> None:
         if self._max_to_keep is not None:
@@ -398,13 +472,7 @@ class Checkpointer:
     def _delete(self, names: Sequence[str]) -> None:
         if jax.process_index() == 0:
             for name in names:
-                # Renamed first: a program that is killed while deleting leaves no folder that looks complete.
-                doomed = self.directory / f"{name}{_TEMPORARY}-old"
-                try:
-                    (self.directory / name).rename(doomed)
-                except FileNotFoundError:
-                    continue
-                shutil.rmtree(doomed, ignore_errors=True)
+                checkpoint_directory.delete(self.directory, name)
         if names and self._manager is not None:
             self._manager.reload()
 
@@ -413,43 +481,3 @@ def _checked_step(step: int) -> int:
     if (number := operator.index(step)) < 0:
         raise ValueError(f"saving step {number}: a step is a number of updates, 0 or more.")
     return number
-
-
-def _check_directory(directory: Path) -> None:
-    """Raise a CheckpointError for a path that is not a directory or holds something else than checkpoints."""
-    if not directory.exists():
-        return
-    if not directory.is_dir():
-        raise CheckpointError(f"opening {directory} for checkpoints: it is a file. Give a directory.")
-    others = sorted(p.name for p in directory.iterdir() if not _is_ours(p))
-    if others:
-        raise CheckpointError(
-            f"opening {directory} for checkpoints: it holds something else, {others[:5]}. Retention deletes folders "
-            f"here, so give a directory of its own."
-        )
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether a folder is a checkpoint of this format, perhaps a damaged one, or what an interrupted save left."""
-    if _TEMPORARY in path.name or path.name.startswith("."):
-        return True
-    ours = (path / ITEM / name for name in (MANIFEST, CHECKSUM, FAILED))
-    return path.name.isdecimal() and any(file.exists() for file in ours)
-
-
-def _make_manager(directory: Path, timeout_s: int) -> tuple[Any, Any]:
-    from zero2jax import checkpoint_handler
-
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "no permission to write")
-        for path in directory.iterdir() if jax.process_index() == 0 else []:
-            if (path / ITEM / FAILED).exists():  # killed before it could be cleared away
-                shutil.rmtree(path, ignore_errors=True)
-        return checkpoint_handler.make_manager(directory, timeout_s)
-    except OSError as error:
-        raise CheckpointError(
-            f"opening {directory} for checkpoints: cannot write there ({error.strerror}). Give a directory that this "
-            f"user may write to; to read only, build the Checkpointer without an engine."
-        ) from error

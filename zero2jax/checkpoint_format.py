@@ -153,7 +153,8 @@ class Checkpoint:
         self.leaves = {name: leaf for name, leaf in leaves.items() if not name.startswith(EXTRA)}
         self._extra_leaves = {name: leaf for name, leaf in leaves.items() if name.startswith(EXTRA)}
         self.info = {
-            key: content.get(key) for key in ("versions", "config", "engine", "rng_impl", "frozen_saved")
+            key: content.get(key)
+            for key in ("versions", "config", "engine", "rng_impl", "frozen_saved", "containers")
         }
         self.bytes_read = 0
         self._checked: set[str] = set()

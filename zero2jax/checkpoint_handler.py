@@ -38,13 +38,20 @@ class StateHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self._info: dict[str, Any] = {}
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
 
     async def async_save(self, directory: Any, args: "SaveState") -> list[Any]:
         """Take the blocks to the host, then write them: in a thread, or at once if `args.asynchronous` is false."""
         self._info, self._error = args.info, None
-        written = self._pool.submit(self._write, Path(directory), args.leaves())
+        try:
+            leaves = args.leaves()
+        except Exception as error:
+            if jax.process_count() == 1:
+                raise
+            self._error = error  # raised later, for the reason given in _write
+            return []
+        written = self._pool.submit(self._write, Path(directory), leaves)
         if not args.asynchronous:
             written.result()
         return [written]
@@ -53,10 +60,10 @@ class StateHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         # Not raised here: Orbax would leave the other processes at its next barrier until their time is over.
         try:
             write_process_file(folder, leaves)
-        except OSError as error:
+        except Exception as error:
             self._error = error
 
-    def take_error(self) -> OSError | None:
+    def take_error(self) -> Exception | None:
         """What kept this process from writing, once; to be asked for when the save is over."""
         error, self._error = self._error, None
         return error
@@ -74,7 +81,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         folder = Path(directory)
         try:
             merge_parts(folder, self._info, jax.process_count())
-        except OSError as error:
+        except Exception as error:
             if not isinstance(error, FileNotFoundError):  # that is a list of another process
                 self._error = self._error or error
             (folder / MANIFEST).unlink(missing_ok=True)
@@ -109,7 +116,10 @@ def write_process_file(folder: Path, leaves: Sequence[LeafBlocks]) -> None:
     stem = f"{jax.process_index():05}-of-{jax.process_count():05}"
     file = f"{stem}.safetensors"
     blocks = [block for _, leaf_blocks in leaves for block in leaf_blocks]
-    tensors = [Tensor(_block_name(b), b.leaf.dtype, b.value.shape) for b in blocks]
+    tensors = [
+        Tensor(name, b.leaf.dtype, b.value.shape)
+        for name, b in zip(_distinct([_block_name(b) for b in blocks]), blocks, strict=True)
+    ]
     written = write(
         folder / file, tensors, lambda i: blocks[i].value, metadata={"format": f"{FORMAT}, blocks"}
     )
@@ -151,6 +161,16 @@ def _block_name(block: HostBlock) -> str:
     if block.value.shape == block.leaf.shape:
         return block.leaf.name
     return f"{block.leaf.name}[{','.join(f'{a}:{b}' for a, b in block.box)}]"
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """The names, with `~` behind one that is taken: a leaf may be called as a block of another, `w[0:1]`."""
+    found: dict[str, None] = {}
+    for name in names:
+        while name in found:
+            name += "~"
+        found[name] = None
+    return list(found)
 
 
 def composite(item: SaveState) -> Any:

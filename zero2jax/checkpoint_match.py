@@ -89,6 +89,28 @@ def match_leaves(
     return sources
 
 
+def check_containers(checkpoint: Checkpoint, containers: Mapping[str, str], taken: Sequence[str]) -> None:
+    """Raise an error if the optimizer's state was of other classes where leaves are taken from the checkpoint.
+
+    Checkpoints of earlier versions do not say of which.
+
+    Raises:
+      CheckpointError: names the classes that differ.
+    """
+    saved = checkpoint.info["containers"] or {}
+    different = [
+        f"{path!r} is {name} in this engine, {saved[path]} in the checkpoint"
+        for path, name in containers.items()
+        if saved.get(path, name) != name and any(_below(leaf, path) for leaf in taken)
+    ]
+    if different:
+        raise CheckpointError(
+            f"restoring {checkpoint.folder}: it was saved with another optimizer. Its state has the same names and "
+            f"shapes, and another meaning: {'; '.join(different[:_SHOWN])}. Take that optimizer, keep a fresh state "
+            f"with select=('params', 'step', 'rng') and into=, or take it as it is with strict=False."
+        )
+
+
 def _predicate(select: Selection | None) -> LeafPredicate:
     if select is None:
         return lambda name, leaf: True

@@ -7,15 +7,18 @@ Neither direction builds a whole leaf that does not rest whole.
 
 import dataclasses
 import functools
+import importlib.metadata
+import json
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from zero2jax.checkpoint_format import Box, Checkpoint, CheckpointError, SavedLeaf, cut_into_blocks, part_of
+from zero2jax.engine import Engine
 from zero2jax.pytrees import path_string
 from zero2jax.state import Layout, TrainState
 
@@ -165,6 +168,51 @@ def _read_boxes(
         return found if first[keys[i]] == i else found.copy()
 
     return [functools.partial(shard, i) for i in range(len(keys))]
+
+
+def manifest_info(engine: Engine) -> dict[str, Any]:
+    """What a manifest says of the engine and of the versions, in JSON's own types."""
+    packages = ("zero2jax", "jax", "numpy", "optax", "orbax-checkpoint")
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # run from a checkout
+            versions[package] = "unknown"
+    info = {
+        "versions": versions,
+        "config": engine.config,
+        "engine": {
+            "stage": engine.stage,
+            "mesh": {name: int(size) for name, size in engine.mesh.shape.items()},
+            "num_microbatches": engine.num_microbatches,
+            "batch_size": engine.batch_size,
+            "seed": engine.seed,
+        },
+        "rng_impl": default_key_impl(),
+        "containers": optimizer_containers(engine.layout),
+    }
+    plain = lambda x: x.tolist() if isinstance(x, np.ndarray | np.generic | jax.Array) else str(x)
+    return cast(dict[str, Any], json.loads(json.dumps(info, default=plain)))
+
+
+def optimizer_containers(layout: Layout) -> dict[str, str]:
+    """Class names of the named tuples in the optimizer's state, `{"opt_state/0": "ScaleByAdamState"}`.
+
+    Of those that hold leaves. Leaves of two optimizers may agree in names and shapes and differ in meaning.
+    """
+    found: dict[str, str] = {}
+
+    def walk(node: Any, path: tuple[Any, ...]) -> None:
+        below = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
+        if isinstance(node, tuple) and hasattr(node, "_fields") and jax.tree.leaves(node):
+            found["/".join(filter(None, ("opt_state", path_string(path))))] = type(node).__name__
+        for key, child in below:
+            if key:
+                walk(child, (*path, *key))
+
+    walk(layout.opt_state.tree, ())
+    return found
 
 
 def default_key_impl() -> str:

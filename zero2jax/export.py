@@ -10,6 +10,7 @@ A model above the size of one file is cut into several with an index, named as H
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from zero2jax.checkpoint_format import (
     find_checkpoint,
     write_text,
 )
-from zero2jax.checkpoint_match import check_prefixes, renamed_prefixes, renamer
+from zero2jax.checkpoint_match import CheckpointWarning, check_prefixes, renamed_prefixes, renamer
 from zero2jax.pytrees import PyTree, path_string, shapes_of
 from zero2jax.safetensors_file import FileError, Tensor, read_header, write
 
@@ -60,12 +61,19 @@ def export_checkpoint(
         checkpoint that has an alias's name must hold the same values.
 
     Raises:
-      CheckpointError: the checkpoint cannot be read; `out` exists; an alias does not fit.
+      CheckpointError: the checkpoint cannot be read; `out` exists or lies among checkpoints; an alias does not fit;
+        `dtype` is not floating. Numbers that do not fit into it are counted in a warning.
     """
     out = Path(out)
     if out.suffix != ".safetensors":
         raise CheckpointError(f"exporting to {out}: give a path that ends in .safetensors.")
+    if dtype is not None and not jax.numpy.issubdtype(np.dtype(dtype), jax.numpy.floating):
+        raise CheckpointError(
+            f"exporting {checkpoint}: dtype is {np.dtype(dtype)}; parameters are exported as floating numbers, such as "
+            f"bfloat16."
+        )
     source = Checkpoint(find_checkpoint(Path(checkpoint), step))
+    _check_out(source, out)
     leaves = {
         name.removeprefix(PARAMS): leaf
         for name, leaf in source.leaves.items()
@@ -87,8 +95,16 @@ def export_checkpoint(
             f"exporting {source.folder}: {there[0]} exists. Remove it, or give another path."
         )
     metadata = _FORMAT | ({"aliases": json.dumps(aliases)} if aliases else {})
+    overflowed: dict[str, int] = {}
     for path, group in zip(paths, groups, strict=True):
-        _write_group(source, path, group, leaves, metadata)
+        _write_group(source, path, group, leaves, metadata, overflowed)
+    if overflowed:
+        warnings.warn(
+            f"exporting {source.folder} to {out}: {overflowed} numbers do not fit into {np.dtype(dtype)} and are "
+            f"infinite or NaN there. bfloat16 has the range of float32.",
+            CheckpointWarning,
+            stacklevel=2,
+        )
     if len(groups) == 1:
         return paths
     content = {
@@ -135,7 +151,7 @@ def load_exported(
         found.append(array)
         if array is None:
             wrong.append(f"{name!r} {shape.dtype}{list(shape.shape)}: no tensor {source(name)!r}")
-        elif array.shape != shape.shape:
+        elif array.shape != shape.shape or _kind(array.dtype) != _kind(shape.dtype):
             wrong.append(
                 f"{name!r} {shape.dtype}{list(shape.shape)}: the file has {array.dtype}{list(array.shape)}"
             )
@@ -174,6 +190,7 @@ def _write_group(
     group: Sequence[Tensor],
     leaves: Mapping[str, SavedLeaf],
     metadata: Mapping[str, str],
+    overflowed: dict[str, int],
 ) -> None:
     pieces, boxes = [], []
     for i, tensor in enumerate(group):
@@ -185,8 +202,15 @@ def _write_group(
 
     def value(i: int) -> np.ndarray:
         tensor, box = boxes[i]
-        values = np.empty([b - a for a, b in box], tensor.dtype)
-        source.fill(leaves[tensor.name], [(box, values)])
+        leaf = leaves[tensor.name]
+        saved = np.empty([b - a for a, b in box], leaf.dtype)
+        source.fill(leaf, [(box, saved)])
+        if leaf.dtype == tensor.dtype:
+            return saved
+        with np.errstate(over="ignore", invalid="ignore"):  # counted instead
+            values = saved.astype(tensor.dtype)
+        if count := int((np.isfinite(saved) & ~np.isfinite(values)).sum()):
+            overflowed[tensor.name] = overflowed.get(tensor.name, 0) + count
         return values
 
     # Under another name until it is whole.
@@ -197,6 +221,20 @@ def _write_group(
     except OSError as error:
         raise CheckpointError(f"exporting {source.folder} to {path}: {error.strerror}.") from error
     partial.rename(path)
+
+
+def _check_out(source: Checkpoint, out: Path) -> None:
+    """Make the folder of `out`; raise an error if it is one of checkpoints, which then could not be saved to again."""
+    folder, steps = out.parent.resolve(), source.folder.resolve().parent
+    only_steps = folder == steps and all(p.name.split(".")[0].isdecimal() for p in steps.iterdir())
+    if only_steps or folder.is_relative_to(source.folder.resolve()):
+        raise CheckpointError(
+            f"exporting {source.folder} to {out}: that folder is for checkpoints only. Give a path outside it."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"exporting {source.folder} to {out}: {error.strerror}.") from error
 
 
 def _group(tensors: Sequence[Tensor], limit: int | None) -> list[list[Tensor]]:
@@ -243,6 +281,11 @@ def _equal(source: Checkpoint, a: SavedLeaf, b: SavedLeaf) -> bool:
     return True
 
 
+def _kind(dtype: DTypeLike) -> str:
+    kinds = (jax.numpy.floating, jax.numpy.integer, jax.numpy.complexfloating)
+    return next((kind.__name__ for kind in kinds if jax.numpy.issubdtype(dtype, kind)), str(dtype))
+
+
 def _mapped(path: Path) -> dict[str, np.ndarray]:
     if path.is_dir():
         found = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.safetensors"))
@@ -257,12 +300,19 @@ def _mapped(path: Path) -> dict[str, np.ndarray]:
         return _mapped_file(path)
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FileError(f"reading {path}: it is no index of safetensors files ({error!r}).") from error
+        files = sorted({path.with_name(file) for file in weight_map.values()})
+        if not files:
+            raise ValueError("it names no file")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FileError(
+            f"reading {path}: it is no index of safetensors files beside it ({error!r})."
+        ) from error
     arrays: dict[str, np.ndarray] = {}
-    for file in sorted(set(weight_map.values())):
-        arrays |= _mapped_file(path.with_name(file), resolve=False)
-    return _with_aliases(arrays, read_header(path.with_name(file))[1])
+    for file in files:
+        arrays |= _mapped_file(file, resolve=False)
+    if missing := sorted(set(weight_map) - set(arrays)):
+        raise FileError(f"reading {path}: it names tensors that its files do not have, {missing[:8]}.")
+    return _with_aliases(arrays, read_header(file)[1])
 
 
 def _mapped_file(path: Path, *, resolve: bool = True) -> dict[str, np.ndarray]:
@@ -276,5 +326,10 @@ def _mapped_file(path: Path, *, resolve: bool = True) -> dict[str, np.ndarray]:
 
 
 def _with_aliases(arrays: dict[str, np.ndarray], metadata: Mapping[str, str]) -> dict[str, np.ndarray]:
-    aliases = json.loads(metadata.get("aliases", "{}"))
-    return arrays | {alias: arrays[name] for alias, name in aliases.items()}
+    try:
+        aliases = json.loads(metadata.get("aliases", "{}"))
+        return arrays | {alias: arrays[name] for alias, name in aliases.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FileError(
+            f"reading the aliases in the metadata of a file: they do not fit ({error!r})."
+        ) from error

@@ -239,8 +239,8 @@ def main(args: Args) -> None:
             if stop:
                 break
         record(step, previous)
-    if checkpointer:
-        checkpointer.close()  # zero2jax: waits for the save in progress
+        if checkpointer:  # while signals are still noted
+            checkpointer.close()  # zero2jax: waits for the save in progress
     if stop:
         console.print(f"stopped on request after step {step}; go on with --resume auto")
         sys.exit(zero2jax.PREEMPTED_EXIT_CODE)  # zero2jax
