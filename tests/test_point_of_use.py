@@ -38,6 +38,7 @@ def small_counts_as_large(monkeypatch):
 
 
 POLICIES = jax.checkpoint_policies
+SAVES_EVERYTHING = "ignore:a jax.checkpoint with the policy everything_saveable"  # said at stage 3
 KEY = jax.random.key(0)
 W = 0.5 * jax.random.normal(KEY, (WIDTH, WIDTH))
 V = 0.5 * jax.random.normal(jax.random.key(1), (WIDTH, WIDTH))
@@ -371,6 +372,7 @@ def sharded_gradients(loss, params, x, settings):
     return [g / plan.num_shards for g in cut], losses.mean(totals)
 
 
+@pytest.mark.filterwarnings(SAVES_EVERYTHING)
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients_equal_the_plain_ones(name):
     loss, params = CASES[name]
@@ -470,6 +472,7 @@ def test_layers_picked_from_a_stack_never_gather_the_whole_stack(name, mode):
     assert max(sizes) < np.prod(STACK.shape)
 
 
+@pytest.mark.filterwarnings(SAVES_EVERYTHING)
 @pytest.mark.parametrize("name", ["dots_saveable", "everything_saveable", "scan_of_checkpoint_saving_dots"])
 def test_a_policy_that_saves_matrix_products_still_does(name):
     """Two products forward, and two per product backward; recomputed ones would come on top."""

@@ -241,7 +241,7 @@ def test_a_barrier_stands_at_each_boundary_in_forward_and_backward():
 def test_an_existing_checkpoint_is_replaced_and_said_once():
     model = around(MODELS["scan_of_checkpoint"])
     loss = remat_layers(model, ActivationSettings(policy="dots"))
-    with pytest.warns(UserWarning, match="policy 'nothing_saveable' by 'dots'"):
+    with pytest.warns(UserWarning, match="policy 'nothing' by 'dots'"):
         jaxpr = jax.make_jaxpr(loss)(PARAMS, TOKENS)
     jax.make_jaxpr(loss)(PARAMS, TOKENS)  # says no more: a warning would be an error
     found = count_primitives(jaxpr)
@@ -355,7 +355,7 @@ def test_marked_blocks_go_before_a_loop_over_chunks_of_a_parameter():
 
 def test_nested_says_that_it_replaces_the_models_own_policy():
     own = jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable)
-    with pytest.warns(UserWarning, match="'dots_saveable' by 'nested'"):
+    with pytest.warns(UserWarning, match="'dots' by 'nested'"):
         jax.eval_shape(remat_layers(around(over(own)), ActivationSettings(policy="nested")), PARAMS, TOKENS)
 
 

@@ -44,7 +44,7 @@ from zero2jax.mesh import DATA_AXIS, REPLICA_AXIS
 from zero2jax.pytrees import PyTree
 from zero2jax.remat import LAYER_MARK
 from zero2jax.remat_boundary import Boundary
-from zero2jax.remat_policies import NESTED, Policy, PolicyLike, check_tensors, remat_policy
+from zero2jax.remat_policies import NESTED, WORDS, Policy, PolicyLike, check_tensors, remat_policy
 
 _NOTHING = jax.checkpoint_policies.nothing_saveable
 
@@ -389,7 +389,9 @@ def _shape(x: Any, dropped: int = 0) -> jax.ShapeDtypeStruct:
 
 
 def _policy_name(policy: Any) -> str:
-    return repr(getattr(policy, "__name__", policy))
+    """The word for a policy, or what it calls itself."""
+    word = next((word for word, known in WORDS.items() if known == policy), None)
+    return repr(word or getattr(policy, "__name__", policy))
 
 
 def _inlined(jaxpr: Any, args: Sequence[Any], own: Any | None) -> list[Any]:
