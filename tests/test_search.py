@@ -6,6 +6,7 @@ import json
 import pytest
 from test_plan import FP32, LAYERS, WIDTH, N, program
 
+from zero2jax import plan_command
 from zero2jax.__main__ import main
 from zero2jax.planner import PlanSettings
 from zero2jax.search import MICROBATCHES, STAGE, Candidate, SearchReport, search_plans
@@ -92,3 +93,10 @@ def test_command(capsys):
     assert "has no argument of that name" in capsys.readouterr().err.replace("\n", " ")
     assert main([*command, "--vary", "zero_optimization.stages=1"]) == 0  # refused, and said so
     assert "zero_optimization.stage" in capsys.readouterr().out
+
+
+def test_microbatches_are_bounded_by_the_examples_of_a_device_of_any_group():
+    of = lambda **axes: plan_command._bounds(program(16), PlanSettings(axes, CPU))
+    assert of(data=4)[MICROBATCHES] == [1, 2, 4]
+    assert of(replica=2, data=4)[MICROBATCHES] == [1, 2]
+    assert of(replica=4, data=4)[MICROBATCHES] == [1]

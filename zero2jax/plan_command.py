@@ -4,6 +4,7 @@ Planning for anything but the devices here keeps jax on the CPU, where it asks f
 devices as the axes need for target `cpu`.
 """
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -13,7 +14,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from zero2jax.activation_table import POLICIES, tabulate_policies
 from zero2jax.config import Source
+from zero2jax.mesh import DATA_AXIS, REPLICA_AXIS
 from zero2jax.planner import PlanSettings, Program, compile_plan, lower_plan, prepare_plan
 from zero2jax.search import MICROBATCHES, STAGE, SearchReport, search_plans
 
@@ -141,6 +143,15 @@ def run_plan(
         print(f"wrote {png}", file=sys.stderr)
 
 
+@contextlib.contextmanager
+def _progress(settings: PlanSettings) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on standard error; yields what is called with (plans done, plans in all)."""
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task(f"compiling for {settings.target.name}", total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+
 def run_search(
     function: Callable[..., Program],
     config: Source | None,
@@ -150,11 +161,8 @@ def run_search(
     as_json: bool,
 ) -> None:
     """Plan every combination of settings, and print the frontier and the cheapest that fits."""
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     make = lambda **arguments: call_program(function, **arguments).for_config(config)
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task(f"compiling for {settings.target.name}", total=None)
-        advance = lambda done, total: progress.update(bar, completed=done, total=total)
+    with _progress(settings) as advance:
         found: SearchReport = search_plans(
             make, config, settings, _bounds(make(), settings) | dict(vary), advance=advance
         )
@@ -170,18 +178,16 @@ def run_activations(
     as_json: bool,
 ) -> None:
     """Compile the program under each remat policy, and print the table."""
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     make = lambda **arguments: call_program(function, **arguments).for_config(config)
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task(f"compiling for {settings.target.name}", total=None)
-        advance = lambda done, total: progress.update(bar, completed=done, total=total)
+    with _progress(settings) as advance:
         found = tabulate_policies(make, config, settings, policies or POLICIES, advance=advance)
     print(json.dumps(found.as_dict(), indent=2) if as_json else found)
 
 
 def _bounds(program: Program, settings: PlanSettings) -> dict[str, Sequence[Any]]:
     """What is varied unless said otherwise: stages 1 to 3, and 1, 2 or 4 microbatches where the batch divides."""
-    per_device = program.batch_size // settings.axes.get("data", 1)
+    num_batch_shards = settings.axes.get(DATA_AXIS, 1) * settings.axes.get(REPLICA_AXIS, 1)
+    per_device = program.batch_size // num_batch_shards
     return {STAGE: [1, 2, 3], MICROBATCHES: [k for k in (1, 2, 4) if per_device % k == 0]}
 
 
