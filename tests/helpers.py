@@ -14,6 +14,15 @@ FP32 = zero2jax.Precision(compute_dtype=jnp.float32)
 NUM_EXAMPLES = 24  # divides by 1, 2, 3 and 8 devices
 VOCAB, WIDTH, LAYERS = 7, 5, 3  # no dim divides by 2, 3 (but for the layers) or 8
 
+OPTIMIZERS = {
+    "clip_adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+    "sgd_momentum": lambda: optax.sgd(1e-2, momentum=0.9, nesterov=True),
+    "lion": lambda: optax.lion(1e-3),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "lamb": lambda: optax.lamb(1e-2, weight_decay=0.1),
+    "muon": lambda: optax.contrib.muon(1e-2),
+}
+
 
 def make_params(seed=0):
     """A tied embedding, a stack of layers, a small vector and a scalar: 138 parameters that divide by nothing."""

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import zero2jax
-from zero2jax import losses
+from zero2jax.base import losses
 
 
 @pytest.fixture(scope="module")

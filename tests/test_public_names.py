@@ -48,7 +48,7 @@ assert len(jax.devices()) == 3
 def test_no_module_uses_private_parts_of_jax():
     code = """
 import pathlib, zero2jax
-for path in pathlib.Path(zero2jax.__file__).parent.glob("*.py"):
+for path in pathlib.Path(zero2jax.__file__).parent.rglob("*.py"):
     assert "jax._src" not in path.read_text(), path
 """
     done = run(code)

@@ -1,11 +1,16 @@
 """ZeRO for JAX: optimizer state, gradients and parameters sharded over a data-parallel mesh."""
 
-from zero2jax.audit import Audit, assert_collectives, audit
-from zero2jax.batch_order import BatchOrder
-from zero2jax.batches import global_batch, local_rows
-from zero2jax.checkpoint import Checkpointer
-from zero2jax.checkpoint_format import CheckpointError
-from zero2jax.config import (
+from zero2jax.activations.layers import ActivationSettings, remat_layers
+from zero2jax.activations.policies import remat_policy
+from zero2jax.activations.remat import layer, remat
+from zero2jax.base.batch_order import BatchOrder
+from zero2jax.base.batches import global_batch, local_rows
+from zero2jax.base.mesh import make_mesh
+from zero2jax.checkpoints.checkpointer import Checkpointer
+from zero2jax.checkpoints.export import export_checkpoint, load_exported
+from zero2jax.checkpoints.format import CheckpointError
+from zero2jax.config.initialize import initialize
+from zero2jax.config.reading import (
     Config,
     ConfigError,
     ConfigWarning,
@@ -13,25 +18,20 @@ from zero2jax.config import (
     load_config,
     resolve_auto,
 )
-from zero2jax.distributed import Startup, expect_same, init_distributed
 from zero2jax.engine import Engine
-from zero2jax.estimate import Estimate, estimate
-from zero2jax.export import export_checkpoint, load_exported
-from zero2jax.initialize import initialize
-from zero2jax.memory import MemoryReport, live_bytes
-from zero2jax.mesh import make_mesh
-from zero2jax.plan_report import PlanReport
-from zero2jax.planner import Program, plan
-from zero2jax.precision import Precision
-from zero2jax.preemption import PREEMPTED_EXIT_CODE, Preemption
-from zero2jax.remat import layer, remat
-from zero2jax.remat_layers import ActivationSettings, remat_layers
-from zero2jax.remat_policies import remat_policy
-from zero2jax.roll_call import StartError
-from zero2jax.shard_optimizer import shard_optimizer
-from zero2jax.shard_plan import LeafPlan, ShardPlan, make_shard_plan
-from zero2jax.state import TrainState
-from zero2jax.step_times import StepClock, StepTimes
+from zero2jax.planning.estimate import Estimate, estimate
+from zero2jax.planning.planner import Program, plan
+from zero2jax.planning.report import PlanReport
+from zero2jax.processes.preemption import PREEMPTED_EXIT_CODE, Preemption
+from zero2jax.processes.roll_call import StartError
+from zero2jax.processes.start import Startup, expect_same, init_distributed
+from zero2jax.processes.step_clock import StepClock, StepTimes
+from zero2jax.programs.audit import Audit, assert_collectives, audit
+from zero2jax.programs.memory import MemoryReport, live_bytes
+from zero2jax.zero.precision import Precision
+from zero2jax.zero.shard_optimizer import shard_optimizer
+from zero2jax.zero.shard_plan import LeafPlan, ShardPlan, make_shard_plan
+from zero2jax.zero.state import TrainState
 
 __all__ = [
     "PREEMPTED_EXIT_CODE",

@@ -15,20 +15,20 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from zero2jax import losses
-from zero2jax.agreement import expect_same_start, expect_same_step, spans_processes
-from zero2jax.batches import abstract_batch, check_batch, place_batch
-from zero2jax.gradients import GradientSettings
-from zero2jax.losses import Loss, LossFn
-from zero2jax.memory import MemoryReport, measure_memory
-from zero2jax.mesh import DATA_AXIS, axis_size, data_axes, replicated
-from zero2jax.optimizer import checked_transformation
-from zero2jax.precision import Precision
-from zero2jax.pytrees import LeafPredicate, PyTree, is_function, shapes_of
-from zero2jax.remat_layers import ActivationSettings, Segment, remat_layers
-from zero2jax.remat_profile import ActivationProfile, profile_segments
-from zero2jax.shard_plan import ShardPlan, guess_layer_dims
-from zero2jax.state import (
+from zero2jax.activations.layers import ActivationSettings, Segment, remat_layers
+from zero2jax.activations.profile import ActivationProfile, profile_segments
+from zero2jax.base import losses
+from zero2jax.base.batches import abstract_batch, check_batch, place_batch
+from zero2jax.base.losses import Loss, LossFn
+from zero2jax.base.mesh import DATA_AXIS, axis_size, data_axes, replicated
+from zero2jax.base.pytrees import LeafPredicate, PyTree, is_function, shapes_of
+from zero2jax.base.transformation import checked_transformation
+from zero2jax.processes.agreement import expect_same_start, expect_same_step, spans_processes
+from zero2jax.programs.memory import MemoryReport, measure_memory
+from zero2jax.zero.gradients import GradientSettings
+from zero2jax.zero.precision import Precision
+from zero2jax.zero.shard_plan import ShardPlan, guess_layer_dims
+from zero2jax.zero.state import (
     Layout,
     TrainState,
     make_layout,
@@ -36,7 +36,7 @@ from zero2jax.state import (
     make_params,
     place_params,
 )
-from zero2jax.step import Metrics, StepProgram, check_state
+from zero2jax.zero.step import Metrics, StepProgram, check_state
 
 _MAX_EVALUATIONS = 8  # loss functions whose evaluation stays compiled
 
@@ -46,7 +46,7 @@ class Engine:
 
     Args:
       loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, rng)`, returning the mean over the examples it
-        is given as a scalar, or `(scalar, aux)`; see `zero2jax.losses` for the names in `aux` that have a meaning.
+        is given as a scalar, or `(scalar, aux)`; see `zero2jax.base.losses` for the names in `aux` that have a meaning.
       tx: any optax transformation.
       mesh: mesh with an axis `axis_name` and any further axes; all of type Auto.
       stage: 0 replicates the state; 1 shards masters and optimizer state; 2 also reduces gradients into shards where
@@ -68,7 +68,7 @@ class Engine:
       seed: seed of the keys that `loss_fn` gets; they differ per step, device and microbatch, not by stage.
       axis_name: mesh axis that state is sharded over.
       shard_over_replicas: on a mesh with an axis `replica`, shard the state at rest over that axis too, instead of
-        keeping a copy of it in each group of devices; see `zero2jax.mesh.DataAxes`.
+        keeping a copy of it in each group of devices; see `zero2jax.base.mesh.DataAxes`.
       activations: what is saved of the loss function's layers for backward, and where; None leaves it to the loss.
       compiler_options: for the compilation of this step alone, as for `jax.jit`; or a function that makes them
         from the shard plan of the parameters.
@@ -285,7 +285,7 @@ class Engine:
     def activation_profile(self, batch: PyTree) -> ActivationProfile:
         """Time and bytes of each kind of checkpointed segment, one microbatch of a batch of these shapes at a time.
 
-        Compiles and runs the phases of a segment apart from the step; see `zero2jax.remat_profile`.
+        Compiles and runs the phases of a segment apart from the step; see `zero2jax.activations.profile`.
 
         Raises:
           ValueError: the engine has no activation settings.

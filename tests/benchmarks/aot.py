@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zero2jax
-from zero2jax.hlo import KINDS, collectives
+from zero2jax.programs.hlo import KINDS, collectives
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 import programs  # noqa: E402

@@ -1,0 +1,185 @@
+"""`zero2jax check` and `info`: what they print, and exit code 2 with every error on stderr."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from zero2jax.cli.main import main
+from zero2jax.config.check import check_config, print_report
+from zero2jax.config.keys import KEYS
+from zero2jax.config.reading import ConfigError, read_config
+
+RAW = {
+    "train_batch_size": 32,
+    "gradient_clip": 1.0,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}},
+    "zero_optimization": {
+        "stage": 2,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": 5e8,
+        "overlap_comm": True,
+        "cpu_offload": True,
+    },
+}
+
+
+def rows(report):
+    return {row.key: (row.value, row.treatment) for row in report.keys}
+
+
+def test_report_says_what_every_key_of_the_file_became():
+    report = check_config(read_config(RAW), 8)
+    assert rows(report) == {
+        "train_batch_size": (32, "implemented"),
+        "bf16.enabled": (True, "implemented"),
+        "optimizer.type": ("adamw", "implemented"),
+        "optimizer.params.lr": (1e-4, "implemented"),
+        "optimizer.params.betas": ((0.9, 0.95), "implemented"),
+        "zero_optimization.stage": (2, "implemented"),
+        "zero_optimization.contiguous_gradients": (True, "no effect"),
+        "zero_optimization.reduce_bucket_size": (500_000_000, "implemented"),
+        "zero_optimization.overlap_comm": (True, "implemented"),
+        "zero_optimization.offload_optimizer.device": ("cpu", "not yet"),
+        "zero_optimization.cpu_offload": (True, "converted"),
+    }
+    assert [line.split(" = ")[0] for line in report.not_yet] == ["zero_optimization.offload_optimizer.device"]
+    assert any("gradient_clip: unknown key" in note for note in report.notes)
+
+
+def test_effective_settings():
+    effective = check_config(read_config(RAW), 8).effective
+    assert effective["batch"] == "32 examples = 4 per device x 1 microbatches x 8 devices"
+    assert effective["compute dtype"] == "bf16"
+    assert effective["gradient accumulation dtype"] == "fp32"
+    assert effective["gradient clipping"].startswith(
+        "none (the key is absent; DeepSpeed since 0.19.3 would clip"
+    )
+    assert effective["optimizer"] == "adamw (lr 0.0001, betas [0.9, 0.95])"
+    threshold = effective["on GPUs: xla_gpu_reduce_scatter_combine_threshold_bytes"]
+    assert threshold == "at most the model, 1000000000"
+    assert effective["on GPUs: xla_gpu_enable_latency_hiding_scheduler"] == "true"
+
+
+def test_without_devices_the_batch_stays_as_written():
+    assert check_config(read_config(RAW)).effective["batch"] == "32 examples per step"
+    alone = read_config({"gradient_accumulation_steps": 4})
+    assert check_config(alone, 8).effective["batch"] == "from the data; 4 microbatches per step"
+
+
+def test_every_key_adds_the_defaults():
+    report = check_config(read_config({}), every_key=True)
+    assert not any(row.given for row in report.keys)
+    assert {row.key for row in report.keys} <= set(KEYS)
+    assert len(report.keys) > 100
+
+
+def test_one_device_is_noted():
+    assert any("saves nothing" in note for note in check_config(read_config(RAW), 1).notes)
+
+
+def test_batch_sizes_that_do_not_fit_are_an_error():
+    with pytest.raises(ConfigError, match=r"shards = 5 \(from --devices\)"):
+        check_config(read_config(RAW), 5)
+
+
+def test_printed_report_never_cuts_a_key(capsys):
+    print_report(check_config(read_config(RAW), 8), Console(width=40))
+    printed = capsys.readouterr().out
+    for key in rows(check_config(read_config(RAW), 8)):
+        assert key in printed
+    assert "[0.9, 0.95]" in printed
+
+
+def run(args, capsys):
+    """(exit code, stdout, stderr) of the command line in this process."""
+    try:
+        code = main(args)
+    except SystemExit as exit_:
+        code = exit_.code
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.fixture
+def ds_config(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(RAW))
+    return str(path)
+
+
+def test_check_prints_tables(ds_config, capsys):
+    code, out, err = run(["check", ds_config, "--devices", "8"], capsys)
+    assert (code, err) == (0, "")
+    assert "zero_optimization.contiguous_gradients" in out
+
+
+def test_check_prints_json(ds_config, capsys):
+    code, out, _ = run(["check", ds_config, "--json"], capsys)
+    report = json.loads(out)
+    assert code == 0
+    assert report["keys"][0] == {
+        "key": "train_batch_size",
+        "value": 32,
+        "given": True,
+        "auto": False,
+        "treatment": "implemented",
+        "becomes": KEYS["train_batch_size"].becomes,
+    }
+
+
+def test_check_of_a_bad_file_exits_2_with_all_errors_on_stderr(tmp_path, capsys):
+    path = tmp_path / "bad.json"
+    path.write_text('{"train_batch_size": -1, "zero_optimization": {"stage": 9}}')
+    code, out, err = run(["check", str(path)], capsys)
+    assert (code, out) == (2, "")
+    assert "train_batch_size = -1" in err
+    assert "zero_optimization.stage = 9" in err
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["check"], ["check", "/no/such/file"], ["nonsense"], ["check", "x.json", "--devices", "many"], []],
+)
+def test_wrong_usage_exits_2(args, capsys):
+    code, out, err = run(args, capsys)
+    assert code == 2
+    assert err
+    assert "Traceback" not in err + out
+
+
+def test_devices_must_be_positive(ds_config, capsys):
+    code, _, err = run(["check", ds_config, "--devices", "0"], capsys)
+    assert code == 2
+    assert "--devices = 0: must be at least 1" in err
+
+
+def test_info_reports_versions_and_devices(capsys):
+    code, out, _ = run(["info", "--json"], capsys)
+    report = json.loads(out)
+    assert code == 0
+    assert report["packages"]["jax"]
+    assert set(report["cuda_compiler"]["packages"]) == {
+        "jax-cuda12-plugin",
+        "jax-cuda12-pjrt",
+        "nvidia-cuda-nvcc-cu12",
+    }
+    assert report["devices"][0]["platform"] == "cpu"
+    assert report["devices"][0]["memory_kinds"]
+    code, out, _ = run(["info"], capsys)
+    assert code == 0
+    assert "jaxlib" in out
+
+
+def test_module_runs_without_starting_a_backend(ds_config):
+    """One real process: `python -m zero2jax check`, under a platform that does not exist."""
+    command = [sys.executable, "-m", "zero2jax", "check", ds_config, "--devices", "8"]
+    environment = {"JAX_PLATFORMS": "nonsense", "PATH": "", "PYTHONWARNINGS": "error"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    # Where CUDA packages are installed and no GPU is, importing jax 0.10 itself logs lines about the driver.
+    said = [line for line in done.stderr.splitlines() if "cudart_stub" not in line and "absl::" not in line]
+    assert (done.returncode, said) == (0, [])
+    assert "32 examples = 4 per device" in done.stdout

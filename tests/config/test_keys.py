@@ -1,0 +1,119 @@
+"""The treatment of every key is decided, and frozen here: a change of the table is a change of this list."""
+
+from zero2jax.config.keys import KEYS, Treatment
+from zero2jax.config.params import OPTIMIZERS, SCHEDULERS
+from zero2jax.config.reading import read_config
+from zero2jax.config.rules import settings
+from zero2jax.config.values import names_of
+
+FROZEN = {
+    Treatment.IMPLEMENTED: """
+        train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer.type
+        scheduler.type gradient_clipping communication_data_type bf16.enabled
+        bf16.check_grad_overflow gradient_allreduce_op
+        data_types.grad_accum_dtype data_types.param_dtype zero_optimization.stage
+        zero_optimization.reduce_bucket_size zero_optimization.allgather_bucket_size
+        zero_optimization.overlap_comm zero_optimization.mics_shard_size
+        zero_optimization.zero_hpz_partition_size
+        activation_checkpointing.partition_activations activation_checkpointing.cpu_checkpointing
+        activation_checkpointing.contiguous_memory_optimization
+        activation_checkpointing.number_checkpoints
+        activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile
+        activation_checkpointing.policy
+    """,
+    Treatment.NO_EFFECT: """
+        zero_optimization.contiguous_gradients zero_optimization.reduce_scatter
+        zero_optimization.use_multi_rank_bucket_allreduce zero_optimization.allgather_partitions
+        zero_optimization.load_from_fp32_weights zero_optimization.elastic_checkpoint
+        zero_optimization.round_robin_gradients zero_optimization.sub_group_size
+        zero_optimization.stage3_prefetch_bucket_size
+        zero_optimization.stage3_param_persistence_threshold
+        zero_optimization.stage3_model_persistence_threshold
+        zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
+        zero_optimization.stage3_gather_16bit_weights_on_model_save
+        zero_optimization.stage3_module_granularity_threshold
+        zero_optimization.stage3_use_all_reduce_for_fetch_params
+        zero_optimization.stage3_allgather_sequential
+        zero_optimization.mics_hierarchical_params_gather zero_optimization.memory_efficient_linear
+        zero_optimization.pipeline_loading_checkpoint zero_optimization.override_module_apply
+        zero_optimization.log_trace_cache_warnings zero_optimization.enable_sanity_checks
+        zero_optimization.save_muon_momentum_buffer_in_memory zero_optimization.leaf_module
+        zero_optimization.grad_hooks optimizer.legacy_fusion zero_allow_untested_optimizer
+        zero_force_ds_cpu_optimizer bf16.immediate_grad_update data_types.buffer_dtype
+        prescale_gradients gradient_predivide_factor seq_parallel_communication_data_type
+        sparse_gradients disable_allgather graph_harvesting
+        steps_per_print log_level dataloader_drop_last vocabulary_size timers.throughput.enabled
+        timers.throughput.synchronized checkpoint.tag_validation checkpoint.load_universal
+        checkpoint.use_node_local_storage checkpoint.parallel_write.pipeline_stage
+        checkpoint.checkpoint_serialization checkpoint.writer comet comms_logger aio compile
+        tensor_parallel nebula datastates_ckpt autotuning pipeline
+    """,
+    Treatment.NOT_YET: """
+        fp16.enabled fp16.auto_cast fp16.loss_scale fp16.initial_scale_power fp16.loss_scale_window
+        fp16.hysteresis fp16.consecutive_hysteresis fp16.min_loss_scale
+        fp16.fp16_master_weights_and_grads zero_optimization.offload_optimizer.device
+        zero_optimization.offload_optimizer.nvme_path
+        zero_optimization.offload_optimizer.buffer_count
+        zero_optimization.offload_optimizer.pin_memory
+        zero_optimization.offload_optimizer.pipeline_read
+        zero_optimization.offload_optimizer.pipeline_write
+        zero_optimization.offload_optimizer.fast_init zero_optimization.offload_optimizer.ratio
+        zero_optimization.offload_optimizer.super_offload
+        zero_optimization.offload_optimizer.cpuadam_cores_perc
+        zero_optimization.offload_param.device zero_optimization.offload_param.nvme_path
+        zero_optimization.offload_param.buffer_count zero_optimization.offload_param.buffer_size
+        zero_optimization.offload_param.max_in_cpu zero_optimization.offload_param.pin_memory
+        zero_optimization.ignore_unused_parameters
+        zero_optimization.zero_quantized_weights
+        zero_optimization.zero_quantized_nontrainable_weights
+        zero_optimization.zero_quantized_gradients zero_optimization.zeropp_loco_param
+        bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
+        wall_clock_breakdown memory_breakdown dump_state
+        flops_profiler.enabled flops_profiler.recompute_fwd_factor flops_profiler.profile_step
+        flops_profiler.module_depth flops_profiler.top_modules flops_profiler.detailed
+        flops_profiler.output_file tensorboard.enabled tensorboard.output_path tensorboard.job_name
+        csv_monitor.enabled csv_monitor.output_path csv_monitor.job_name wandb.enabled wandb.group
+        wandb.team wandb.project
+    """,
+    Treatment.REFUSED: """
+        managed_gradient_accumulation zero_optimization.legacy_stage1 zero_optimization.zenflow
+        optimizer.params.amsgrad elasticity torch_autocast amp hybrid_engine curriculum_learning
+        data_efficiency progressive_layer_drop eigenvalue compression_training sparse_attention
+    """,
+    Treatment.CONVERTED: """
+        zero_optimization allgather_size bfloat16 zero_optimization.cpu_offload
+        zero_optimization.cpu_offload_param zero_optimization.cpu_offload_use_pin_memory
+        zero_optimization.stage3_gather_fp16_weights_on_model_save
+        zero_optimization.prefetch_bucket_size zero_optimization.param_persistence_threshold
+        zero_optimization.model_persistence_threshold zero_optimization.max_live_parameters
+        zero_optimization.max_reuse_distance zero_optimization.gather_16bit_weights_on_model_save
+        zero_optimization.module_granularity_threshold
+        zero_optimization.use_all_reduce_for_fetch_params zero_optimization.allgather_sequential
+    """,
+}
+
+
+def test_treatment_of_every_key_is_frozen():
+    for treatment, names in FROZEN.items():
+        found = {
+            path
+            for path, key in KEYS.items()
+            if key.treatment is treatment and (".params." not in path or treatment is Treatment.REFUSED)
+        }
+        assert found == set(names.split()), treatment
+
+
+def test_every_field_has_a_treatment_and_every_treatment_a_field():
+    every_block = read_config(
+        {
+            "optimizer": {"type": "Adam"},
+            "scheduler": {"type": "WarmupLR"},
+            "zero_optimization": {"offload_optimizer": {}, "offload_param": {}},
+        }
+    )
+    paths = {path for path, _, _ in settings(every_block) if ".params." not in path}
+    for kind, types in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)):
+        paths |= {f"{kind}.params.{name}" for cls in types.values() for name in names_of(cls)}
+    converted = {path for path, key in KEYS.items() if key.treatment is Treatment.CONVERTED}
+    assert set(KEYS) - converted == paths
+    assert all(key.becomes for key in KEYS.values())

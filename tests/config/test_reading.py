@@ -1,0 +1,547 @@
+"""Loading: sources, conversions, errors that name key, value, rule and way out; batch triangle; "auto"."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import warnings
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero2jax.config.params import OPTIMIZERS, SCHEDULERS
+from zero2jax.config.reading import (
+    Config,
+    ConfigError,
+    ConfigWarning,
+    add_config_arguments,
+    device_notes,
+    load_config,
+    not_yet,
+    read_config,
+    resolve_auto,
+)
+from zero2jax.config.values import names_of
+
+
+def errors_of(source):
+    with pytest.raises(ConfigError) as caught:
+        read_config(source)
+    return caught.value.errors
+
+
+def zero(**keys):
+    return {"train_batch_size": 8, "zero_optimization": keys}
+
+
+# Sources
+
+
+def test_path_text_dict_and_config_mean_the_same(tmp_path):
+    raw = {"train_batch_size": 32, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(raw))
+    loaded = load_config(raw)
+    for source in (path, str(path), json.dumps(raw), loaded):
+        assert load_config(source) == loaded
+    assert hash(load_config(path)) == hash(loaded)
+
+
+def test_hjson_comments_trailing_commas_and_bare_braces():
+    text = """
+    # a comment
+    train_batch_size: 32
+    zero_optimization: {
+      stage: 2,  // two
+      reduce_bucket_size: 5e8,
+    }
+    """
+    config = load_config(text)
+    assert (config.train_batch_size, config.zero_optimization.stage) == (32, 2)
+    assert config.zero_optimization.reduce_bucket_size == 500_000_000
+
+
+def test_dict_source_is_not_changed_nor_watched():
+    raw = {"train_batch_size": 8, "zero_optimization": {"stage": 2, "cpu_offload": True}}
+    before = json.dumps(raw)
+    config = read_config(raw)
+    assert json.dumps(raw) == before
+    raw["zero_optimization"]["stage"] = 3
+    assert config.source["zero_optimization"]["stage"] == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("/no/such/file.json", "cannot be read"),
+        ('{"a": ', "not JSON or hjson"),
+        ('{"train_batch_size": 1e999}', "not JSON or hjson"),
+        ('{"a": ' + "[" * 5000 + "]" * 5000 + "}", "not JSON or hjson"),
+        ('[{"a": 1}]', "must be one JSON object"),
+        (3, "a path, a dict, JSON text or a Config"),
+    ],
+)
+def test_unreadable_source(source, words):
+    assert words in errors_of(source)[0]
+
+
+def test_duplicate_keys_are_named_with_their_path():
+    found = errors_of(
+        '{"bf16": {"enabled": true, "enabled": false}, "train_batch_size": 1, "train_batch_size": 2}'
+    )
+    assert found == (
+        "bf16.enabled = false: the key is given twice. Keep one.",
+        "train_batch_size = 2: the key is given twice. Keep one.",
+    )
+
+
+# Values
+
+
+def test_all_errors_of_a_file_come_together():
+    raw = {
+        "train_batch_size": 0,
+        "zero_optimization": {"stage": 5, "overlap_com": True, "reduce_bucket_size": -1},
+        "fp16": {"enabled": "maybe"},
+        "optimizer": {"type": "OneBitAdam"},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}},
+    }
+    found = errors_of(raw)
+    assert len(found) == 7
+    text = "\n".join(found)
+    assert "zero_optimization.stage = 5: must be an integer from 0 to 3. The default is 0." in text
+    assert "zero_optimization.overlap_com: unknown key. Did you mean 'overlap_comm'?" in text
+    assert "fp16.enabled = 'maybe': must be true or false" in text
+    assert "optimizer.type = 'OneBitAdam': not supported" in text
+    with pytest.raises(ConfigError, match=r"cannot load the configuration \(dict\): 7 errors"):
+        load_config(raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "path"),
+    [
+        ({"train_batch_size": 1.5}, "train_batch_size"),
+        ({"train_batch_size": True}, "train_batch_size"),
+        ({"train_batch_size": [8]}, "train_batch_size"),
+        ({"gradient_clipping": -1}, "gradient_clipping"),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping"),
+        ({"gradient_predivide_factor": 0}, "gradient_predivide_factor"),
+        ({"communication_data_type": "int8"}, "communication_data_type"),
+        ({"zero_optimization": 2}, "zero_optimization"),
+        (zero(stage=2, offload_optimizer={"device": "disk"}), "zero_optimization.offload_optimizer.device"),
+        (zero(stage=3, offload_optimizer={"ratio": 2}), "zero_optimization.offload_optimizer.ratio"),
+        ({"optimizer": {"params": {}}}, "optimizer.type"),
+        ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, "optimizer.params.betas"),
+        ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, "optimizer.params.max_grad_norm"),
+        ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "optimizer.params.amsgrad"),
+        ({"scheduler": {"type": "StepLR"}}, "scheduler.type"),
+        ({"scheduler": {"type": "OneCycle", "params": {"cycle_max_lr": 1}}}, "scheduler.params.cycle_min_lr"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": [0, 1]}}},
+            "scheduler.params.warmup_min_lr",
+        ),
+        ({"tensorboard": {"enabled": 2}}, "tensorboard.enabled"),
+        ({"elasticity": {"enabled": True}}, "elasticity"),
+        (zero(stage=1, legacy_stage1=True), "zero_optimization.legacy_stage1"),
+        (zero(stage=2, zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow"),
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
+    ],
+)
+def test_bad_value_is_named(raw, path):
+    found = errors_of(raw)
+    assert len(found) == 1
+    assert found[0].startswith(f"{path} = ")
+    rule, way_out = found[0].split(": ", 1)[1].split(". ", 1)
+    assert rule
+    assert way_out
+
+
+def test_strings_for_numbers_and_booleans_are_converted_with_a_warning():
+    with pytest.warns(ConfigWarning) as caught:
+        config = load_config(
+            {"train_batch_size": "32", "bf16": {"enabled": "true"}, "gradient_clipping": "1e-1"}
+        )
+    assert (config.train_batch_size, config.bf16.enabled, config.gradient_clipping) == (32, True, 0.1)
+    assert sorted(str(w.message).split(": ", 1)[1] for w in caught) == [
+        "bf16.enabled: the string 'true' was read as true.",
+        "gradient_clipping: the string '1e-1' was read as 0.1.",
+        "train_batch_size: the string '32' was read as 32.",
+    ]
+
+
+def test_unknown_top_level_key_warns_with_the_closest_match():
+    with pytest.warns(
+        ConfigWarning, match="gradient_clip: unknown key. Did you mean 'gradient_clipping'. It is ignored"
+    ):
+        assert load_config({"gradient_clip": 1.0}).gradient_clipping == 0.0
+
+
+@pytest.mark.parametrize(("stage", "expected"), [(0, False), (1, False), (2, False), (3, True)])
+def test_overlap_comm_default_follows_the_stage(stage, expected):
+    assert read_config(zero(stage=stage)).zero_optimization.overlap_comm is expected
+    assert read_config(zero(stage=stage, overlap_comm=None)).zero_optimization.overlap_comm is expected
+    assert (
+        read_config(zero(stage=stage, overlap_comm=not expected)).zero_optimization.overlap_comm
+        is not expected
+    )
+
+
+def test_defaults_are_deepspeeds():
+    config = load_config({})
+    block = config.zero_optimization
+    assert (block.stage, block.reduce_bucket_size, block.allgather_bucket_size) == (
+        0,
+        500_000_000,
+        500_000_000,
+    )
+    assert (config.fp16.initial_scale_power, config.fp16.loss_scale_window, config.fp16.hysteresis) == (
+        16,
+        1000,
+        2,
+    )
+    assert (config.gradient_clipping, config.communication_data_type) == (0.0, None)
+    assert (config.optimizer, config.scheduler, block.offload_optimizer) == (None, None, None)
+    assert config.bf16.check_grad_overflow
+
+
+def test_empty_offload_block_offloads_nothing():
+    config = load_config(zero(stage=2, offload_optimizer={}))
+    assert config.zero_optimization.offload_optimizer.device == "none"
+    assert not_yet(config) == []
+
+
+# Old spellings
+
+
+@pytest.mark.parametrize(("value", "stage"), [(True, 1), (False, 0)])
+def test_boolean_zero_optimization(value, stage):
+    with pytest.warns(ConfigWarning, match="deprecated"):
+        config = load_config({"zero_optimization": value, "allgather_size": 200})
+    assert config.zero_optimization.stage == stage
+    assert config.zero_optimization.allgather_bucket_size == 200
+
+
+def test_deprecated_keys_are_converted():
+    raw = zero(
+        stage=3,
+        cpu_offload=True,
+        cpu_offload_param=True,
+        cpu_offload_use_pin_memory=True,
+        stage3_gather_fp16_weights_on_model_save=True,
+    )
+    config = read_config(raw)
+    block = config.zero_optimization
+    assert sum("deprecated" in note for note in config.notes) == 4
+    assert (block.offload_optimizer.device, block.offload_param.device) == ("cpu", "cpu")
+    assert block.stage3_gather_16bit_weights_on_model_save
+    off = read_config(zero(stage=2, cpu_offload=False)).zero_optimization
+    assert off.offload_optimizer is None
+
+
+def test_old_and_new_key_together_are_an_error():
+    found = errors_of(zero(stage=2, cpu_offload=True, offload_optimizer={"device": "cpu"}))
+    assert "its replacement zero_optimization.offload_optimizer is also given" in found[0]
+
+
+def test_aliases_of_stage3_keys_and_bfloat16():
+    raw = {
+        **zero(stage=3, param_persistence_threshold=7, max_live_parameters=5),
+        "bfloat16": {"enabled": True},
+    }
+    config = read_config(raw)
+    assert config.zero_optimization.stage3_param_persistence_threshold == 7
+    assert config.zero_optimization.stage3_max_live_parameters == 5
+    assert config.bf16.enabled
+    found = errors_of({"bf16": {}, "bfloat16": {}})
+    assert "the same setting is also given as 'bf16'" in found[0]
+
+
+# Rules across keys
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("keys", [{"prescale_gradients": True}, {"gradient_predivide_factor": 2.0}])
+def test_mean_by_reduce_scatter_excludes_pre_division(stage, keys):
+    found = errors_of({**zero(stage=stage), **keys})
+    assert "the mean is taken by the reduce-scatter" in found[0]
+    read_config({**zero(stage=stage, reduce_scatter=False), **keys})
+
+
+def test_pre_division_is_accepted_without_sharding():
+    assert read_config({**zero(stage=0), "prescale_gradients": True}).prescale_gradients
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_communication_dtypes_of_reduce_scatter(dtype):
+    assert read_config({**zero(stage=2), "communication_data_type": dtype}).communication_data_type == dtype
+
+
+def test_fp16_and_bf16_exclude_each_other():
+    assert "exclude each other" in errors_of({"fp16": {"enabled": True}, "bf16": {"enabled": True}})[0]
+
+
+def test_param_dtype_must_agree_with_the_precision():
+    raw = {"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp32"}}
+    assert "must agree with the compute dtype, here bf16" in errors_of(raw)[0]
+
+
+@pytest.mark.parametrize("name", ["loss_scale_window", "min_loss_scale"])
+def test_dynamic_loss_scale_settings_are_checked_when_used(name):
+    assert "at least 1" in errors_of({"fp16": {"enabled": True, name: 0}})[0]
+    read_config({"fp16": {"enabled": False, name: 0}})
+    read_config({"fp16": {"enabled": True, "loss_scale": 128, name: 0}})
+
+
+def test_twin_flow_ratio_needs_stage_3():
+    offload = {"device": "cpu", "ratio": 0.3}
+    assert "needs stage 3" in errors_of(zero(stage=2, offload_optimizer=offload))[0]
+    read_config(zero(stage=3, offload_optimizer=offload))
+
+
+def test_allgather_bucket_size_must_be_even():
+    assert "must be even" in errors_of(zero(stage=2, allgather_bucket_size=1001))[0]
+    read_config(zero(stage=2, allgather_bucket_size=1000))
+
+
+def test_contiguous_activations_need_partition_and_number():
+    found = errors_of({"activation_checkpointing": {"contiguous_memory_optimization": True}})
+    assert [error.split(" = ")[0] for error in found] == [
+        "activation_checkpointing.partition_activations",
+        "activation_checkpointing.number_checkpoints",
+    ]
+
+
+def test_sum_is_refused_at_stage_3_only():
+    assert "stage 3 takes the mean" in errors_of({**zero(stage=3), "gradient_allreduce_op": "sum"})[0]
+    assert not not_yet(read_config({**zero(stage=2), "gradient_allreduce_op": "sum"}))
+
+
+def test_offload_param_below_stage_3_warns_and_is_ignored():
+    config = read_config(zero(stage=2, offload_param={"device": "cpu"}))
+    assert any("offload_param is ignored at stage 2" in note for note in config.notes)
+    assert not_yet(config) == []
+    assert not_yet(read_config(zero(stage=3, offload_param={"device": "cpu"})))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_one_device_saves_nothing_at_stages_1_and_2(stage):
+    note = device_notes(read_config(zero(stage=stage)), 1)[0]
+    assert "saves nothing" in note
+    assert "offload_optimizer" in note
+    assert "stage 3" in note
+    assert device_notes(read_config(zero(stage=stage)), 2) == []
+
+
+def test_ignored_keys_are_named_once():
+    config = read_config(
+        zero(stage=2, contiguous_gradients=True, round_robin_gradients=True, grad_hooks=True)
+    )
+    assert config.notes == (
+        "no effect here: zero_optimization.contiguous_gradients, zero_optimization.round_robin_gradients, "
+        "zero_optimization.grad_hooks (`zero2jax check` says why).",
+    )
+
+
+@pytest.mark.parametrize(
+    ("raw", "path"),
+    [
+        ({"fp16": {"enabled": True}}, "fp16.enabled"),
+        (zero(stage=2, offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer.device"),
+        (zero(stage=3, zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
+        (zero(stage=2, ignore_unused_parameters=False), "zero_optimization.ignore_unused_parameters"),
+        ({"tensorboard": {"enabled": True, "output_path": "x"}}, "tensorboard.enabled"),
+        ({"csv_monitor": {"enabled": True}}, "csv_monitor.enabled"),
+        ({"wandb": {"enabled": True}}, "wandb.enabled"),
+        ({"flops_profiler": {"enabled": True, "profile_step": 3}}, "flops_profiler.enabled"),
+        ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
+        ({"communication_data_type": "fp16"}, "communication_data_type"),
+    ],
+)
+def test_not_yet_names_the_switch_only(raw, path):
+    lines = not_yet(read_config(raw))
+    assert [line.split(" = ")[0] for line in lines] == [path]
+
+
+def test_not_yet_ignores_blocks_that_are_off():
+    raw = {
+        "fp16": {"enabled": False, "hysteresis": 4},
+        "tensorboard": {"enabled": False, "output_path": "x"},
+        "bf16": {"enabled": False, "check_grad_overflow": True},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none", "pin_memory": False}},
+    }
+    assert not_yet(read_config(raw)) == []
+
+
+# Batch triangle: (shards, TB, MB, GAS) as given -> result
+
+
+@pytest.mark.parametrize(
+    ("given_sizes", "expected"),
+    [
+        ((2, 32, 16, 1), (32, 16, 1)),
+        ((2, 32, 8, 2), (32, 8, 2)),
+        ((2, 32, 16, None), (32, 16, 1)),
+        ((2, 32, 4, None), (32, 4, 4)),
+        ((2, 32, None, 2), (32, 8, 2)),
+        ((2, None, 8, 2), (32, 8, 2)),
+        ((2, 32, None, None), (32, 16, 1)),
+        ((2, None, 16, None), (32, 16, 1)),
+    ],
+)
+def test_batch_triangle(given_sizes, expected):
+    shards, total, micro, steps = given_sizes
+    config = Config(
+        train_batch_size=total, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=steps
+    )
+    assert config.batch_sizes(shards) == expected
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2, 33, 17, 2), (2, 32, 18, 1), (3, 32, None, None), (2, 32, 5, None), (8, 4, None, None)]
+)
+def test_batch_triangle_that_does_not_close(sizes):
+    shards, total, micro, steps = sizes
+    config = Config(
+        train_batch_size=total, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=steps
+    )
+    with pytest.raises(ConfigError) as caught:
+        config.batch_sizes(shards, shards_from="axis 'data' of the mesh")
+    message = str(caught.value)
+    assert (
+        "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * shards" in message
+    )
+    assert f"shards = {shards} (from axis 'data' of the mesh)" in message
+    assert f"here {total} != " in message
+
+
+def test_accumulation_steps_alone_take_the_batch_size_from_the_data():
+    config = read_config({"gradient_accumulation_steps": 2})
+    assert config.batch_sizes(4, batch_size=16) == (16, 2, 2)
+    with pytest.raises(ConfigError, match="neither batch size is given"):
+        config.batch_sizes(4)
+
+
+def test_batch_sizes_left_at_auto_are_named():
+    config = read_config({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"})
+    with pytest.raises(
+        ConfigError, match='Still at "auto": train_batch_size, train_micro_batch_size_per_gpu'
+    ):
+        config.batch_sizes(4)
+
+
+# "auto"
+
+AUTO = {
+    "train_batch_size": "auto",
+    "gradient_clipping": "auto",
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}},
+}
+
+
+def test_auto_without_default_is_an_error_that_names_the_way_out():
+    found = errors_of(AUTO)
+    assert len(found) == 1
+    assert found[0].startswith("scheduler.params.total_num_steps = 'auto'")
+    assert "resolve_auto(config, overrides)" in found[0]
+
+
+def test_resolve_auto_by_path_and_nested():
+    overrides = {
+        "train_batch_size": 64,
+        "optimizer.params.lr": 3e-4,
+        "scheduler": {"params": {"total_num_steps": 100, "warmup_num_steps": 10}},
+        "bf16.enabled": True,
+    }
+    with pytest.warns(
+        ConfigWarning, match='left at "auto", so the default is used: optimizer.params.betas = '
+    ):
+        config = resolve_auto(AUTO, overrides)
+    assert (config.train_batch_size, config.optimizer.params.lr) == (64, 3e-4)
+    assert config.scheduler.params.total_num_steps == 100
+    assert config.auto == (
+        "gradient_clipping",
+        "zero_optimization.reduce_bucket_size",
+        "optimizer.params.betas",
+    )
+    assert not config.bf16.enabled, "the file has no bf16 block: the override fills nothing"
+
+
+def test_resolve_auto_of_a_loaded_config():
+    config = read_config({"train_batch_size": "auto"})
+    assert resolve_auto(config, {"train_batch_size": 4}).train_batch_size == 4
+
+
+def test_override_against_the_file_or_of_an_unknown_key_is_an_error():
+    with pytest.raises(ConfigError) as caught:
+        resolve_auto({"train_batch_size": 8}, {"train_batch_size": 16, "optimizer.params.lrr": 1.0})
+    assert "the file says 8" in caught.value.errors[0]
+    assert "Did you mean 'optimizer.params.lr'" in caught.value.errors[1]
+
+
+# Scripts
+
+
+def test_config_arguments():
+    parser = add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", "x.json"])
+    assert (args.deepspeed, args.deepspeed_config) == (True, "x.json")
+    assert parser.parse_args([]).deepspeed_config is None
+
+
+# Anything at all
+
+
+def _known_names(cls=Config):
+    for name, (field, _) in names_of(cls).items():
+        yield name
+        if dataclasses.is_dataclass(field.metadata.get("block")):
+            yield from _known_names(field.metadata["block"])
+
+
+NAMES = sorted(
+    {*_known_names(), "params", "cpu_offload", "allgather_size", *OPTIMIZERS, *SCHEDULERS, "lr", "betas"}
+)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 10**12)
+    | st.floats()
+    | st.sampled_from(["auto", "Adam", "WarmupLR", "OneCycle", "cpu", "fp16", "1e400", "true", "\ud800", ""])
+)
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=5),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=4), JSON, max_size=6))
+def test_random_dicts_give_a_config_or_a_config_error(raw):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConfigWarning)
+        try:
+            config = load_config(raw)
+        except ConfigError:
+            return
+    assert hash(config) == hash(read_config(config))
+    not_yet(config)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(alphabet='{}[]":,#\n abtrue019.e-\\', max_size=30).map(lambda text: "{" + text))
+def test_random_text_gives_a_config_or_a_config_error(text):
+    with contextlib.suppress(ConfigError):
+        read_config(text)
+
+
+def test_a_misspelt_top_level_key_is_told_along_with_the_errors():
+    with pytest.raises(ConfigError) as caught:
+        load_config({"train_batchsize": 8, "optimizer": {"type": "Adam", "params": {"beta": 1}}})
+    assert [error.split(" = ")[0].split(":")[0] for error in caught.value.errors] == ["optimizer.params.beta"]
+    assert any("train_batchsize" in note for note in caught.value.notes)
+    assert "noticed: train_batchsize" in str(caught.value)

@@ -1,0 +1,32 @@
+"""A tiny program to plan whose bytes are known by construction, and the marks of tests that need a compiler."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import zero2jax
+from zero2jax.planning import targets
+from zero2jax.planning.targets import CUDA_PACKAGES, TARGETS
+
+GPUS = [name for name, target in TARGETS.items() if target.gpu]
+HAS_COMPILER = all(targets._installed(name) for name in CUDA_PACKAGES)
+needs_compiler = pytest.mark.skipif(
+    not HAS_COMPILER, reason="the CUDA compiler packages (extra: plan) are missing"
+)
+N, LAYERS, WIDTH = 8, 3, 16
+P = 4 * LAYERS * WIDTH * WIDTH  # bytes of the parameters, and of their gradients, in fp32
+FP32 = {"zero_optimization": {"stage": 2}}
+
+
+def loss_fn(params, batch):
+    """A stack of layers, each recomputed in backward: nothing but gathers and scatters of `w` communicates."""
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+    return jnp.mean(jax.lax.scan(layer, batch, params["w"])[0] ** 2)
+
+
+def program(num_examples=16):
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+    return zero2jax.Program(
+        loss_fn, {"w": shape(LAYERS, WIDTH, WIDTH)}, shape(num_examples, WIDTH), optax.adam(1e-2)
+    )

@@ -1,0 +1,269 @@
+"""Plans against live buffers, against bytes known by construction, and through the command line."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from plan_program import FP32, GPUS, LAYERS, WIDTH, N, P, needs_compiler, program
+
+import zero2jax
+from zero2jax.cli.main import main
+from zero2jax.planning.targets import TARGETS
+
+
+def not_a_program():
+    return 3
+
+
+def make_plan(config=FP32, target="cpu", num_examples=16, **options):
+    p = program(num_examples)
+    options = {"axes": {"data": N}} | options
+    return zero2jax.plan(p.loss_fn, p.params, p.batch, tx=p.tx, config=config, target=target, **options)
+
+
+def by_kind(report):
+    return {row.kind: row.bytes_per_step for row in report.collectives if row.largest_bytes > 64}
+
+
+def test_rest_is_what_the_live_buffers_hold():
+    report = make_plan(target="local")
+    p = program()
+    engine = zero2jax.initialize(p.loss_fn, p.tx, FP32, zero2jax.make_mesh(data=N))
+    state = engine.init(jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), p.params))
+    rows = {row.name: row for row in report.by_class}
+    assert (
+        rows["master"].rest_bytes
+        == rows["master"].formula_bytes
+        == zero2jax.live_bytes(state.params)
+        == P // N
+    )
+    assert rows["optimizer state"].rest_bytes == zero2jax.live_bytes(state.opt_state) == 2 * P // N + 4
+    assert rows["master"].peak_bytes == P // N
+    assert report.rest_bytes == zero2jax.live_bytes(state) + 16 * WIDTH * 4 // N  # and this device's batch
+    assert report.alias_bytes == zero2jax.live_bytes(state)
+
+
+# reduced G and gathered P per step with K microbatches; stage 3 gathers again in backward
+TABLE = [
+    (0, 1, {"all-reduce": 1}),
+    (1, 1, {"reduce-scatter": 1, "all-gather": 1}),
+    (1, 2, {"reduce-scatter": 1, "all-gather": 1}),
+    (2, 1, {"reduce-scatter": 1, "all-gather": 1}),
+    (2, 2, {"reduce-scatter": 2, "all-gather": 1}),  # gathers once
+    (3, 1, {"reduce-scatter": 1, "all-gather": 2}),
+    (3, 2, {"reduce-scatter": 2, "all-gather": 4}),
+]
+
+
+@pytest.mark.parametrize(("stage", "num_microbatches", "volumes"), TABLE)
+def test_collectives_of_every_stage(stage, num_microbatches, volumes):
+    config = {
+        "zero_optimization": {"stage": stage},
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": num_microbatches,
+    }
+    report = make_plan(config)
+    # the compiler combines the loss's 8 bytes with an all-reduce of gradients
+    assert by_kind(report) == pytest.approx({kind: n * P for kind, n in volumes.items()}, abs=8)
+    assert {row.axis for row in report.collectives} == {"data"}
+    formula = {row.name: row.formula_bytes for row in report.by_class}
+    assert formula["gradients"] == (P if stage < 2 else P // N)
+    assert formula["parameters"] == (P if stage < 3 else P // LAYERS)
+
+
+def test_json_has_the_promised_keys_and_plain_values():
+    found = json.loads(json.dumps(make_plan().as_dict()))
+    assert {
+        "total_bytes",
+        "rest_bytes",
+        "usable_bytes",
+        "fits",
+        "by_class",
+        "collectives",
+        "exposed_bytes",
+    } <= set(found)
+    assert (
+        found["fits"] is found["usable_bytes"] is found["exposed_bytes"] is None
+    )  # nothing is known of `cpu`
+    assert found["by_class"]["master"]["rest_bytes"] == P // N
+    assert found["flops"] > 0
+
+
+def test_a_model_too_large_is_reported():
+    small = dataclasses.replace(TARGETS["cpu"], memory_bytes=1000)
+    report = make_plan(target=small, memory_fraction=0.5)
+    assert report.fits is False
+    assert report.usable_bytes == 500
+    assert report.headroom_bytes == 500 - report.total_bytes < 0
+    assert "DOES NOT FIT" in str(report)
+    assert "leaves 500 B to the CUDA context, NCCL" in str(report)
+
+
+def test_rates_give_exposed_bytes():
+    fast = dataclasses.replace(TARGETS["cpu"], peak_flops=1e12, memory_bytes=10**9)
+    report = make_plan(target=fast, in_node_bytes_per_s=1e9, across_bytes_per_s=1e8, devices_per_host=4)
+    assert report.fits
+    assert {row.across for row in report.collectives} == {True}
+    # on a CPU collectives are synchronous: all of their bytes are waited for
+    assert report.exposed_bytes == report.communication_bytes
+    wire = sum(c.wire_bytes * c.trips for c in report.audit.collectives)
+    assert report.timeline.exposed_s == pytest.approx(wire / 1e8)
+    assert "across hosts" in str(report)
+
+
+def test_tensor_parallel_bytes_are_those_of_one_model_shard():
+    spec = {"w": jax.sharding.PartitionSpec(None, None, "model")}
+    report = make_plan(axes={"data": 4, "model": 2}, param_specs=spec)
+    assert report.by_class[0].rest_bytes == report.by_class[0].formula_bytes == P // 8
+
+
+def test_notes_say_what_was_ignored_and_what_is_not_known():
+    report = make_plan({**FP32, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}})
+    assert any("['optimizer'] are not used" in note for note in report.notes)
+    assert any("are the CPU compiler's; sizes of the state are exact" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": "h300"}, "there is no target 'h300'"),
+        ({"num_examples": 12}, r"cutting a batch of 12 examples over 8 devices x 1 microbatches"),
+        (
+            {"config": {**FP32, "train_batch_size": 24}},
+            "it has 16 examples, and the batch size was set to 24",
+        ),
+        ({"memory_fraction": 1.5}, "planning with memory_fraction=1.5"),
+        (
+            {"target": dataclasses.replace(TARGETS["cpu"], name="old", has_bf16=False), "config": None},
+            "planning for old: it has no bf16 arithmetic",
+        ),
+    ],
+)
+def test_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_plan(**options)
+
+
+def test_command_prints_json(capsys, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(FP32 | {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}))
+    assert (
+        main(
+            [
+                "plan",
+                "test_plan:program",
+                "--axes",
+                "data=8",
+                "--target",
+                "cpu",
+                "--config",
+                str(path),
+                "--json",
+            ]
+        )
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    # one moment and some counters: the file's Lion, not the program's Adam
+    assert P // N <= found["by_class"]["optimizer state"]["rest_bytes"] <= P // N + 16
+    assert found["axes"] == {"data": 8}
+
+
+def test_command_simulates_as_many_devices_as_the_axes_need():
+    command = [
+        sys.executable,
+        "-m",
+        "zero2jax",
+        "plan",
+        "test_plan:program",
+        "--axes",
+        "data=16",
+        "--target",
+        "cpu",
+    ]
+    done = subprocess.run(
+        [*command, "--json"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["by_class"]["master"]["rest_bytes"] == P // 16
+
+
+def test_command_prints_the_table_and_draws_the_picture(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    assert main(["plan", "test_plan:program", "--axes", "data=8", "--target", "cpu", "--png", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert "activations and temporaries" in captured.out
+    assert f"wrote {path}" in captured.err
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 20_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["test_plan"], "write MODULE:FUNCTION"),
+        (["no_such_module:f"], "there is no module 'no_such_module'"),
+        (["test_plan:programm"], r"module 'test_plan' has no function 'programm'\. It has .*program"),
+        (["test_plan:not_a_program"], "it returned a int, and must return a zero2jax.Program"),
+        (["test_plan:program", "--axes", "8"], "reading --axes '8': write NAME=SIZE"),
+        (["test_plan:program", "--target", "h300"], "there is no target 'h300'. There are v100-32gb"),
+        (["test_plan:program", "--axes", "data=5"], "cutting a batch of 16 examples over 5 devices"),
+        (["test_plan:program", "--axes", "data=64"], "it needs 64 devices"),
+        (["test_plan:program", "--vary", "a=1"], "--vary is for --search"),
+        (["test_plan:program", "--search", "--png", "x.png"], "--png draws one plan"),
+        (
+            ["test_plan:program", "--search", "--vary", "stage"],
+            "reading --vary 'stage': write KEY=VALUE,VALUE",
+        ),
+    ],
+)
+def test_wrong_usage_exits_2_and_says_why(arguments, message, capsys):
+    options = ["--axes", "data=8"] * ("--axes" not in arguments) + ["--target", "local"] * (
+        "--target" not in arguments
+    )
+    assert main(["plan", *arguments, *options]) == 2
+    assert re.search(message, capsys.readouterr().err.replace("\n", " "))
+
+
+def test_estimate_command(capsys):
+    assert main(["estimate", "7.5e9", "--shards", "64", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stages"][2]["total_bytes"] == 16.640625e9
+    assert main(["estimate", "7.5e9", "--shards", "64", "--memory-gb", "32"]) == 0
+    assert "states of 14.42e9 parameters fill 32 GB at stage 2" in capsys.readouterr().out
+    assert main(["estimate", "7.5e9", "--shards", "0"]) == 2
+    assert "counts must be positive" in capsys.readouterr().err
+
+
+@needs_compiler
+@pytest.mark.cuda_compiler
+@pytest.mark.parametrize("name", GPUS)
+def test_every_target_compiles_the_tiny_example(name):
+    pytest.importorskip("flax")
+    from examples.gpt.program import program as example
+
+    p = example("tiny", num_layers=1, hidden=32, num_heads=2, context=16)
+    config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": TARGETS[name].has_bf16}}
+    report = zero2jax.plan(
+        p.loss_fn, p.params, p.batch, tx=optax.sgd(0.1), config=config, axes={"data": 8}, target=name
+    )
+    assert report.fits
+    assert report.usable_bytes == int(0.94 * TARGETS[name].memory_bytes)
+    assert report.by_class[0].rest_bytes == pytest.approx(4 * report.num_params / 8, rel=0.01)
+    whole = (2 if TARGETS[name].has_bf16 else 4) * report.num_params
+    assert sum(by_kind(report).values()) == pytest.approx(2 * whole, rel=0.02)  # gathered once, reduced once
+    assert 0 < report.exposed_bytes <= report.communication_bytes
+    # cuBLAS's workspace on the oldest card is large beside this model
+    assert report.lifetimes.peak.total_bytes == pytest.approx(report.total_bytes, rel=0.15)

@@ -1,0 +1,113 @@
+# ruff: noqa: E501 (lines of a program's text)
+"""Reading a compiled program's text: types, attributes, groups; and the text of both jax versions for GPUs."""
+
+import pytest
+
+from zero2jax.programs import hlo
+
+# Shortened from what XLA prints for GPUs: tuples in tuples, async pairs, a host buffer, a loop with a trip count.
+TEXT = """\
+HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias), {1, 2}: (3, {}, must-alias) }, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%body (state: (s32[], bf16[16,4])) -> (s32[], bf16[16,4]) {
+  %state = (s32[], bf16[16,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %w = bf16[16,4]{1,0} get-tuple-element(%state), index=1
+  %start = ((bf16[16,4]{1,0}, bf16[16,4]{1,0}), (bf16[2,4]{1,0}, bf16[2,4]{1,0})) reduce-scatter-start(%w, /*index=1*/%w), replica_groups=mesh['data'=8] {'data'}, to_apply=%add, metadata={op_name="jit(step)/reduce_scatter"}
+  %done = (bf16[2,4]{1,0}, bf16[2,4]{1,0}) reduce-scatter-done(%start)
+  ROOT %next = (s32[], bf16[16,4]{1,0}) tuple(%i, %w)
+}
+
+%condition (state.1: (s32[], bf16[16,4])) -> pred[] {
+  %state.1 = (s32[], bf16[16,4]{1,0}) parameter(0)
+  ROOT %less = pred[] constant(true)
+}
+
+ENTRY %main (p0: f32[8], p1: bf16[2,4]) -> f32[8] {
+  %p0 = f32[8]{0} parameter(0), metadata={op_name="state.params[\\'w\\']"}
+  %p1 = bf16[2,4]{1,0:S(5)} parameter(1)
+  %zero = s32[] constant(0)
+  %ag = (bf16[2,4]{1,0}, bf16[16,4]{1,0}) all-gather-start(%p1), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, backend_config={"collective_backend_config":{"is_sync":true}}
+  %agd = bf16[16,4]{1,0} all-gather-done(%ag)
+  %init = (s32[], bf16[16,4]{1,0}) tuple(%zero, %agd)
+  %loop = (s32[], bf16[16,4]{1,0}) while(%init), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  ROOT %ar = f32[8]{0} all-reduce(%p0), replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%add
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def module():
+    return hlo.parse(TEXT)
+
+
+def by_name(module, name):
+    return next(i for instructions in module.computations.values() for i in instructions if i.name == name)
+
+
+def test_computations_entry_and_aliases(module):
+    assert module.entry == "main"
+    assert set(module.computations) == {"add", "body", "condition", "main"}
+    assert module.aliases == {(0,): 0, (1, 2): 3}
+
+
+def test_instructions(module):
+    start = by_name(module, "start")
+    assert start.operands == ("w", "w")
+    assert hlo.type_bytes(start.type) == 2 * 16 * 4 * 2 + 2 * 2 * 4 * 2
+    assert start.called == ("add",)
+    assert start.op_name == "jit(step)/reduce_scatter"
+    assert by_name(module, "p0").op_name == "state.params['w']"
+    assert by_name(module, "p1").type == hlo.Array("bf16", (2, 4), on_host=True)
+    assert by_name(module, "loop").known_trips == 5
+    assert by_name(module, "loop").body == "body"
+    assert by_name(module, "next").is_root
+    assert by_name(module, "w").index == 1
+
+
+def test_collectives_are_those_of_the_text(module):
+    gather, scatter, reduce = hlo.module_collectives(module)
+    assert (gather.kind, gather.num_bytes, gather.trips, gather.is_async) == ("all-gather", 128, 1, False)
+    assert (scatter.kind, scatter.num_bytes, scatter.trips) == ("reduce-scatter", 256, 5)
+    assert scatter.loops == ("body",)
+    assert scatter.is_async
+    assert scatter.total_bytes == 1280
+    assert (reduce.kind, reduce.num_bytes, reduce.group_size) == ("all-reduce", 32, 4)
+
+
+def test_bytes_on_the_wire_are_those_of_a_ring(module):
+    gather, scatter, reduce = hlo.module_collectives(module)
+    assert gather.wire_bytes == 128 * 7 / 8
+    assert scatter.wire_bytes == 256 * 7 / 8
+    assert reduce.wire_bytes == 2 * 32 * 3 / 4
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("replica_groups={{0,1},{2,3}}, dimensions={0}", ((0, 1), (2, 3))),
+        ("replica_groups=[2,2]<=[4]", ((0, 1), (2, 3))),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['data'=2,'model'=2] {'data'}, x", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['data'=2,'model'=2] {'data','model'}, x", ((0, 1, 2, 3),)),
+        ("source_target_pairs={{0,1},{1,0}}", ((0, 1), (1, 0))),
+        ("dimensions={0}", ()),
+    ],
+)
+def test_replica_groups(text, groups):
+    assert hlo.replica_groups(text) == groups
+
+
+def test_axes_of_groups():
+    shape = {"data": 4, "one": 1, "model": 2}
+    groups = lambda *axes: hlo.axis_groups([4, 2], list(axes))
+    assert hlo.axis_names(groups(0), shape) == ("data",)
+    assert hlo.axis_names(groups(1), shape) == ("model",)
+    assert hlo.axis_names(groups(0, 1), shape) == ("data", "model")
+    assert hlo.axis_names(((0, 3), (1, 2)), shape) == ()

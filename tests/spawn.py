@@ -1,0 +1,108 @@
+"""Running a program as several real processes, through the launcher, bounded in time."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+TIMEOUT_S = 240  # of one run; an order of magnitude above what any takes on two busy cores
+
+
+def environment(**variables):
+    """This environment without a launcher's variables, with the package and the tests to import."""
+    known = ("JAX_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "XLA_FLAGS", "ZERO2JAX_", "CUDA_VISIBLE_DEVICES")
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(known) and k not in names}
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS), kept.get("PYTHONPATH", "")])
+    return {**kept, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **variables}
+
+
+def write_program(folder, text):
+    path = folder / "program.py"
+    path.write_text(text)
+    return path
+
+
+def launch_arguments(program, *arguments, processes=2, devices=1, options=()):
+    counts = ["--processes", str(processes), "--devices-per-process", str(devices)]
+    launcher = [sys.executable, "-m", "zero2jax", "launch", "--platform", "cpu"]
+    return [*launcher, *counts, *options, str(program), *map(str, arguments)]
+
+
+def launch(program, *arguments, timeout_s=TIMEOUT_S, env=None, **settings):
+    """Run a program under `zero2jax launch`; the finished process, its outputs as text."""
+    return subprocess.run(
+        launch_arguments(program, *arguments, **settings),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=env or environment(),
+    )
+
+
+def results(done):
+    """The JSON objects that the processes printed, each in a line of its own, by process index."""
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    found = {}
+    for line in done.stdout.splitlines():
+        prefix, _, text = line.partition("] ")
+        if text.startswith("{"):
+            found.setdefault(int(prefix[1:]), []).append(json.loads(text))
+    return found
+
+
+PRELUDE = """
+import json, os, sys
+sys.path.insert(0, {tests!r})
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+index, count, port = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+if count > 1:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{{port}}", count, index)
+import numpy as np, optax, zero2jax
+from helpers import make_batches, make_engine, make_params
+
+def values(state):
+    return [np.asarray(s.data) for x in jax.tree.leaves(state) for s in x.addressable_shards]
+
+def memory(name):
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name))
+
+def peak_above_now(act):
+    open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts again
+    before = memory("VmRSS")
+    result = act()
+    return memory("VmHWM") - before, result
+"""
+
+
+def run_processes(code, count, tests=TESTS, timeout_s=240):
+    """Run code in several processes that know each other; what each printed as JSON on its last line."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    text = PRELUDE.format(tests=str(tests)) + textwrap.dedent(code)
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", text, str(i), str(count), str(port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(count)
+    ]
+    try:
+        done = [child.communicate(timeout=timeout_s) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+    for child, (_, stderr) in zip(children, done, strict=True):
+        assert child.returncode == 0, stderr[-3000:]
+    return [json.loads(out.strip().splitlines()[-1]) for out, _ in done]

@@ -1,0 +1,267 @@
+"""Parameters appear at their use, and gradients are those of the plain loss, whatever the loss is made of.
+
+Each case is one compiled program that holds the plain loss and its gradient beside the ways in which parameters
+appear: held (stage 2), regathered (stage 3), and held after being gathered once. Three shards, so that no
+leaf divides.
+
+Tolerances. Values and gradients are fp32 sums over at most 6 examples and 4 layers of width 5, taken in another order
+over 3 devices: about log2(6 * 4 * 5) = 7 roundings of 2**-24 of addends that are at most about 10: 4e-6.
+Where a case casts to fp16, a gradient of at most 0.1 is rounded to 2**-11 of itself, once per device: 2e-4.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import FP32, count_primitives
+from jax.sharding import PartitionSpec as P
+from loss_cases import CASES, KEY, LAYERS, STACK, WIDTH, W, X, layer, over_layers
+
+import zero2jax
+from zero2jax.base import jaxprs, losses
+from zero2jax.zero import gradients, point_of_use
+from zero2jax.zero.gradients import GradientSettings
+from zero2jax.zero.point_of_use import scan_depths
+
+NUM_SHARDS = 3
+ATOL, ATOL_FP16 = 4e-6, 2e-4
+WITH_FP16 = ("cast_before_scan", "deferred_into_checkpoint")
+
+pytestmark = pytest.mark.usefixtures("strict_promotion", "small_counts_as_large")
+
+
+@pytest.fixture
+def small_counts_as_large(monkeypatch):
+    """Treats the few elements of the parameters here as many, since small ones are not gathered twice."""
+    monkeypatch.setattr(point_of_use, "_SMALL", 0)
+
+
+SAVES_EVERYTHING = "ignore:a jax.checkpoint with the policy everything_saveable"  # said at stage 3
+MODES = {"held": (2, False), "regathered": (3, False), "gathered once": (2, True)}
+
+
+def settings_of(loss, params, stage, gather_once, num_shards=NUM_SHARDS):
+    jaxpr, _ = jaxprs.trace(loss, params, jax.ShapeDtypeStruct((6 // num_shards, WIDTH), jnp.float32))
+    depths = jax.tree.unflatten(jax.tree.structure(params), scan_depths(jaxpr, len(jax.tree.leaves(params))))
+    plan = zero2jax.make_shard_plan(params, num_shards, layer_dims=depths)
+    trainable = tuple(bool(jnp.issubdtype(leaf.dtype, jnp.floating)) for leaf in plan.leaves)
+    return GradientSettings(plan, trainable, stage, 1, gather_once, FP32)
+
+
+def sharded_gradients(loss, params, x, settings):
+    """Gradients of the mean loss over three devices, as global arrays without padding; and the loss terms."""
+    plan = settings.plan
+    specs = [leaf.manual_spec() for leaf, t in zip(plan.leaves, settings.trainable, strict=True) if t]
+    shapes = [leaf.shape for leaf, t in zip(plan.leaves, settings.trainable, strict=True) if t]
+
+    def pad(leaf, p):
+        return jnp.zeros(leaf.rest_shape, p.dtype).at[tuple(map(slice, p.shape))].set(p)
+
+    key = losses.SliceKey(jax.random.key_data(KEY), *jnp.zeros(2, jnp.int32))
+    run = jax.shard_map(
+        lambda p, x: gradients.local_gradients(losses.normalized(loss), settings, p, x, key),
+        mesh=zero2jax.make_mesh(data=plan.num_shards),
+        in_specs=(plan.manual_specs(), P("data")),
+        out_specs=(specs, P()),
+        check_vma=False,
+    )
+    grads, totals = run(plan.map(pad, params), x)
+    cut = [jax.lax.slice(g, [0] * g.ndim, shape) for g, shape in zip(grads, shapes, strict=True)]
+    return [g / plan.num_shards for g in cut], losses.mean(totals)
+
+
+@pytest.mark.filterwarnings(SAVES_EVERYTHING)
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradients_equal_the_plain_ones(name):
+    loss, params = CASES[name]
+
+    @jax.jit
+    def everything(params, x):
+        found = {
+            mode: sharded_gradients(loss, params, x, settings_of(loss, params, *how))
+            for mode, how in MODES.items()
+        }
+
+        def plain(params, trained):  # the mean over devices of each device's loss
+            full = iter(trained)
+            leaves = [
+                next(full) if jnp.issubdtype(p.dtype, jnp.floating) else p for p in jax.tree.leaves(params)
+            ]
+            params = jax.tree.unflatten(jax.tree.structure(params), leaves)
+            parts = [loss(params, part) for part in jnp.split(x, NUM_SHARDS)]
+            return sum(p[0] if isinstance(p, tuple) else p for p in parts) / NUM_SHARDS
+
+        trained = [p for p in jax.tree.leaves(params) if jnp.issubdtype(p.dtype, jnp.floating)]
+        return found, jax.value_and_grad(plain, argnums=1)(params, trained)
+
+    found, (expected_loss, expected) = everything(params, X)
+    atol = ATOL_FP16 if name in WITH_FP16 else ATOL
+    for mode, (grads, terms) in found.items():
+        np.testing.assert_allclose(terms.loss, expected_loss, rtol=0, atol=atol, err_msg=mode)
+        assert len(grads) == len(expected)
+        for grad, exact in zip(grads, expected, strict=True):
+            np.testing.assert_allclose(grad, exact, rtol=0, atol=atol, err_msg=mode)
+    if name == "returned":
+        aux = found["regathered"][1].aux
+        np.testing.assert_allclose(aux["w"], W, rtol=1e-6)
+        np.testing.assert_allclose(aux["stack"], STACK[0], rtol=1e-6)
+
+
+# --- where parameters are gathered and gradients reduced: read from the traced program, nothing is compiled ------
+
+
+def traced(name, mode):
+    loss, params = CASES[name]
+    stage, gather_once = MODES[mode]
+    settings = settings_of(loss, params, stage, gather_once)
+    jaxpr = jax.make_jaxpr(lambda p, x: sharded_gradients(loss, p, x, settings))(params, X)
+    return count_primitives(jaxpr)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "name", ["scan", "scan_of_checkpoint", "checkpoint_of_scan", "nested_scan", "cast_before_scan"]
+)
+def test_a_scanned_stack_is_gathered_and_reduced_layer_by_layer(name, mode):
+    found = traced(name, mode)
+    assert {shape[-2:] for shape in found.shapes["reduce_scatter"]} == {
+        (2, WIDTH)
+    }  # 5 rows, padded to 6, over 3
+    assert {len(shape) for shape in (*found.shapes["all_gather"], *found.shapes["reduce_scatter"])} == {2}
+    assert found.outside_loops["reduce_scatter"] == found.outside_loops["all_gather"] == 0
+    assert found.in_loops["reduce_scatter"] == 1
+
+
+def test_held_parameters_are_gathered_once_and_regathered_ones_twice_around_a_checkpoint():
+    assert traced("checkpoint", "held").outside_loops["all_gather"] == 2  # w and v
+    assert traced("checkpoint", "regathered").outside_loops["all_gather"] == 4
+    assert traced("checkpoint", "gathered once").outside_loops["all_gather"] == 2
+    assert traced("scan_of_checkpoint", "held").in_loops["all_gather"] == 1
+    assert traced("scan_of_checkpoint", "regathered").in_loops["all_gather"] == 2
+
+
+def test_outside_of_checkpoints_only_what_backward_reads_and_is_not_small_is_gathered_again(monkeypatch):
+    assert traced("sum_and_product", "held").outside_loops["all_gather"] == 2
+    assert traced("sum_and_product", "regathered").outside_loops["all_gather"] == 3  # the factor twice
+    monkeypatch.setattr(point_of_use, "_SMALL", W.size)
+    assert traced("sum_and_product", "regathered").outside_loops["all_gather"] == 2
+    monkeypatch.setattr(point_of_use, "_SMALL", W.size - 1)
+    assert traced("sum_and_product", "regathered").outside_loops["all_gather"] == 3
+
+
+def test_a_mask_and_indices_are_gathered_again_where_backward_reads_them():
+    mask, weights, index = 2, 2, 2  # `where` does not read the weights, the product before it does
+    found = traced("mask_and_indices", "regathered").outside_loops["all_gather"]
+    assert found >= mask + weights + index
+    assert traced("mask_and_indices", "held").outside_loops["all_gather"] == 3
+
+
+def test_a_parameter_held_in_one_scope_is_gathered_and_reduced_once():
+    found = traced("tied", "held")
+    assert found.outside_loops["all_gather"] == found.outside_loops["reduce_scatter"] == 1
+
+
+@pytest.mark.parametrize("name", ["python_index", "python_iteration", "python_slices"])
+@pytest.mark.parametrize("mode", ["held", "regathered"])
+def test_layers_picked_from_a_stack_never_gather_the_whole_stack(name, mode):
+    found = traced(name, mode)
+    sizes = [np.prod(shape) for shape in found.shapes["all_gather"]]
+    assert sizes
+    assert max(sizes) < np.prod(STACK.shape)
+
+
+@pytest.mark.filterwarnings(SAVES_EVERYTHING)
+@pytest.mark.parametrize("name", ["dots_saveable", "everything_saveable", "scan_of_checkpoint_saving_dots"])
+def test_a_policy_that_saves_matrix_products_still_does(name):
+    """Two products forward, and two per product backward; recomputed ones would come on top."""
+    loss, params = CASES[name]
+    plain = count_primitives(jax.make_jaxpr(jax.grad(lambda p, x: loss(p, x)))(params, X))
+    for mode in MODES:
+        assert traced(name, mode).total("dot_general") == plain.total("dot_general"), mode
+
+
+def test_scan_depths_reads_loops_picks_and_reshapes():
+    def depth(name):
+        loss, params = CASES[name]
+        jaxpr, _ = jaxprs.trace(loss, params, X)
+        return dict(zip(sorted(params), scan_depths(jaxpr, len(params)), strict=True))
+
+    assert depth("scan") == {"stack": 1}
+    assert depth("checkpoint_of_scan") == {"stack": 1}
+    assert depth("nested_scan") == {"stack": 1}
+    assert depth("scan_const") == {"stack": 1, "w": 0}
+    assert depth("scan_over_several") == {"stack": 1, "bias": 1}
+    assert depth("cast_before_scan") == {"stack": 1}
+    assert depth("python_index") == depth("python_iteration") == {"stack": 1}
+    assert depth("scanned_and_whole") == {"stack": 1}
+    assert depth("checkpoint") == {"w": 0, "v": 0}
+
+
+def test_nested_scans_take_two_dims_off():
+    loss = lambda p, x: over_layers(x, p["w"], over_layers).mean()
+    jaxpr, _ = jaxprs.trace(loss, {"w": jnp.zeros((2, 3, WIDTH, WIDTH))}, X)
+    assert scan_depths(jaxpr, 1) == [2]
+
+
+def test_a_stack_sharded_on_the_scanned_dim_is_gathered_whole_with_a_warning():
+    loss, params = CASES["scan"]
+    plan = zero2jax.make_shard_plan(params, 2)  # layer_dims unknown: 4 layers divide by 2, and 5 does not
+    assert plan.leaves[0].dim == 0
+    settings = GradientSettings(plan, (True,), 2, 1, False, FP32)
+    with pytest.warns(UserWarning, match="'stack' is scanned over, and its shards do not hold whole layers"):
+        grads, _ = sharded_gradients(loss, params, X, settings)
+    exact = jax.grad(loss)(params, X)["stack"]
+    np.testing.assert_allclose(grads[0], exact, rtol=0, atol=ATOL)
+
+
+def test_callbacks_run_once_per_device_and_layer_and_see_whole_parameters():
+    seen = []
+
+    def loss(p, x):
+        jax.debug.callback(lambda w: seen.append(np.asarray(w)), p["w"])
+        body = lambda x, w: (jax.debug.callback(lambda w: seen.append(np.asarray(w)), w), layer(x, w))[1]
+        return over_layers(x, p["stack"], body).mean()
+
+    params = {"w": W, "stack": STACK}
+    for how in ((2, False), (3, False)):
+        seen.clear()
+        settings = settings_of(loss, params, *how)
+        seen.clear()
+        jax.block_until_ready(jax.jit(lambda p, x, s=settings: sharded_gradients(loss, p, x, s))(params, X))
+        jax.effects_barrier()
+        assert len(seen) == NUM_SHARDS * (1 + LAYERS)
+        for value in (W, *STACK):
+            assert sum(np.array_equal(value, s) for s in seen) == NUM_SHARDS
+
+
+def test_names_and_metadata_of_the_loss_reach_the_lowered_step():
+    from jax.experimental.xla_metadata import set_xla_metadata
+
+    def loss(p, x):
+        with jax.named_scope("my_scope"):
+            x = jax.checkpoint(layer)(x, p["w"])
+        with set_xla_metadata(my_attribute="yes"):
+            return jnp.sin(x @ p["w"]).mean()
+
+    for how in ((2, False), (3, False)):
+        settings = settings_of(loss, {"w": W}, *how)
+        lowered = jax.jit(lambda p, x, s=settings: sharded_gradients(loss, p, x, s)).lower({"w": W}, X)
+        text = lowered.as_text(debug_info=True)
+        assert "my_scope" in text
+        assert 'my_attribute = "yes"' in text
+
+
+@pytest.mark.parametrize("mode", ["held", "regathered"])
+def test_gradients_are_reduced_in_the_dtype_of_the_port(mode):
+    loss, params = CASES["scan_over_several"]
+    stage, once = MODES[mode]
+    for reduce_dtype, expected in ((None, jnp.bfloat16), (jnp.float32, jnp.float32)):
+        settings = settings_of(loss, params, stage, once)
+        precision = zero2jax.Precision(reduce_dtype=reduce_dtype)
+        settings = GradientSettings(settings.plan, settings.trainable, stage, 1, once, precision)
+        batch = jnp.asarray(X, jnp.bfloat16)
+        found = count_primitives(
+            jax.make_jaxpr(lambda p, x, s=settings: sharded_gradients(loss, p, x, s))(params, batch)
+        )
+        assert set(found.dtypes["reduce_scatter"]) == {jnp.dtype(expected)}
+        assert set(found.dtypes["all_gather"]) == {jnp.dtype(jnp.bfloat16)}

@@ -1,0 +1,152 @@
+"""Batches: checked against devices and microbatches before anything is traced, and placed over the data axis.
+
+Across processes a batch is one global array. `global_batch` makes it from what each process has loaded.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zero2jax.base.mesh import DATA_AXIS, AxisName, axis_size, data_axes
+from zero2jax.base.pytrees import PyTree, path_string, shapes_of
+
+
+def check_batch(batch: PyTree, num_shards: int, num_microbatches: int, batch_size: int | None = None) -> int:
+    """The number of examples in a global batch, after checking that it can be cut up.
+
+    Raises:
+      ValueError: no leaves; a leaf without a leading dim; leaves of different length; a length that is not a
+        multiple of devices x microbatches, or not the batch size that was configured.
+    """
+    leaves = [(path_string(path), np.shape(x)) for path, x in jax.tree_util.tree_leaves_with_path(batch)]
+    if not leaves:
+        raise ValueError(
+            "reading the batch: it has no arrays. Pass a pytree of arrays of shape (batch, ...)."
+        )
+    for path, shape in leaves:
+        if not shape:
+            raise ValueError(
+                f"reading the batch: leaf {path!r} is a scalar, without a leading dim to cut over devices. Every leaf "
+                f"must be of shape (batch, ...): repeat the value per example, or close over it in the loss function."
+            )
+    path, shape = leaves[0]
+    num_examples = shape[0]
+    for other, other_shape in leaves[1:]:
+        if other_shape[0] != num_examples:
+            raise ValueError(
+                f"reading the batch: leaf {path!r} has {num_examples} examples and leaf {other!r} has "
+                f"{other_shape[0]}. All leaves must have the same leading dim."
+            )
+    parts = num_shards * num_microbatches
+    if num_examples % parts or num_examples == 0:
+        nearest = max(num_examples // parts, 1) * parts
+        raise ValueError(
+            f"cutting a batch of {num_examples} examples over {num_shards} devices x {num_microbatches} microbatches: "
+            f"{num_examples} / ({num_shards} * {num_microbatches}) = {num_examples / parts:g}, and it must be a whole "
+            f"number. Use {nearest} or {nearest + parts} examples, or another number of microbatches."
+        )
+    if batch_size is not None and num_examples != batch_size:
+        raise ValueError(
+            f"reading the batch: it has {num_examples} examples, and the batch size was set to {batch_size} "
+            f"(over all {num_shards} devices and {num_microbatches} microbatches). Pass whole batches, or leave the "
+            f"batch size out."
+        )
+    return num_examples
+
+
+def place_batch(batch: PyTree, mesh: Mesh, axis_name: AxisName) -> PyTree:
+    """The batch as global arrays cut over the data axis along their leading dim; arrays already there are kept.
+
+    Of several processes each must pass the same whole batch, which JAX compares; `global_batch` saves that.
+
+    Raises:
+      ValueError: the processes passed different batches.
+    """
+    sharding = NamedSharding(mesh, P(axis_name))
+
+    def one(x: Any) -> jax.Array:
+        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+            return x
+        try:
+            return jax.device_put(x, sharding)
+        except AssertionError as error:  # JAX's way to say so
+            raise ValueError(
+                f"placing the batch: an array of shape {np.shape(x)} is not the same in all {jax.process_count()} "
+                f"processes. Pass each the same whole batch, or join what each has loaded by zero2jax.global_batch."
+            ) from error
+
+    return jax.tree.map(one, batch)
+
+
+def local_rows(batch_size: int, mesh: Mesh, axis_name: str = DATA_AXIS) -> np.ndarray:
+    """Which rows of a batch of `batch_size` examples the devices of this process hold, ascending.
+
+    Raises:
+      ValueError: the batch cannot be cut over the devices.
+    """
+    axes = data_axes(mesh, axis_name).batch
+    num_shards = axis_size(mesh, axes)
+    if batch_size % num_shards or batch_size < 1:
+        nearest = max(batch_size // num_shards, 1) * num_shards
+        raise ValueError(
+            f"cutting a batch of {batch_size} examples over {num_shards} devices: {batch_size} / {num_shards} = "
+            f"{batch_size / num_shards:g}, and it must be a whole number. Use {nearest} or {nearest + num_shards} "
+            f"examples."
+        )
+    held = NamedSharding(mesh, P(axes)).addressable_devices_indices_map((batch_size,))
+    starts = {index[0].indices(batch_size)[:2] for index in held.values() if index is not None}
+    return np.concatenate([np.arange(start, stop) for start, stop in sorted(starts)])
+
+
+def global_batch(
+    local_batch: PyTree, mesh: Mesh, *, batch_size: int | None = None, axis_name: str = DATA_AXIS
+) -> PyTree:
+    """One global array per leaf, cut over the data axis, from the rows that each process has loaded. No communication.
+
+    Every process must pass the same number of rows. A process cannot see that another has fewer, and would wait for it
+    in the next step: give `batch_size`, and an uneven last batch is refused.
+
+    Args:
+      local_batch: pytree of arrays (rows of this process, ...); row i is row `local_rows(...)[i]` of the global batch.
+      mesh: device mesh.
+      batch_size: examples over all devices, if they are known.
+      axis_name: mesh axis to cut over, and over the groups of an axis `replica`, too.
+
+    Raises:
+      ValueError: leaves without rows or of different length; a number of rows that cannot be cut over the devices of
+        this process, or is not its part of `batch_size`.
+
+    Example:
+      >>> import zero2jax
+      >>> global_batch({"x": np.zeros((4, 3))}, zero2jax.make_mesh(data=1))["x"].shape
+      (4, 3)
+    """
+    axes = data_axes(mesh, axis_name).batch
+    num_shards = axis_size(mesh, axes)
+    num_local = len(local_rows(num_shards, mesh, axis_name))
+    num_rows = check_batch(local_batch, num_local, 1)
+    if batch_size is not None and num_rows * num_shards != batch_size * num_local:
+        raise ValueError(
+            f"joining the rows of all processes: this one ({jax.process_index()} of {jax.process_count()}) has "
+            f"{num_rows}, and its part of a batch of {batch_size} is {batch_size} / {num_shards} devices * {num_local} "
+            f"devices here = {batch_size / num_shards * num_local:g}. Leave an uneven last batch out, or fill it up "
+            f"with examples of weight 0."
+        )
+    sharding = NamedSharding(mesh, P(axes))
+
+    def one(x: Any) -> jax.Array:
+        x = np.asarray(x)
+        shape = (num_rows // num_local * num_shards, *x.shape[1:])
+        return jax.make_array_from_process_local_data(sharding, x, shape)
+
+    return jax.tree.map(one, local_batch)
+
+
+def abstract_batch(batch: PyTree, mesh: Mesh, axis_name: AxisName) -> PyTree:
+    """Shapes of the batch as `place_batch` places it."""
+    sharding = NamedSharding(mesh, P(axis_name))
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.tree.map(place, shapes_of(batch))

@@ -1,0 +1,244 @@
+"""Everything that knows the insides of a jaxpr, and how they differ between jax versions.
+
+Stands below the rest: `point_of_use` walks a loss function's equations with these helpers and never looks at
+an equation's parameters itself. Works on jax 0.10 (`scan` with `num_consts`, `ClosedJaxpr`, sub-functions from
+`get_bind_params`) and on jax 0.12 (`scan` with `ft_in`, one `Jaxpr` class). The test of this module runs on
+both and names what to look at when a new jax changes them.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import source_info_util
+from jax.extend.core import Literal
+
+from zero2jax.base.pytrees import PyTree
+
+CALL_PRIMITIVES = frozenset({"jit", "pjit", "closed_call", "core_call"})
+CHECKPOINT_PRIMITIVES = frozenset({"checkpoint", "remat", "remat2"})
+
+
+class Scan(NamedTuple):
+    """The parts of a `scan` equation; its operands are `consts`, then `carry`, then the scanned-over `xs`."""
+
+    body: Any
+    num_consts: int
+    num_carry: int
+    options: dict[str, Any]  # length, reverse, unroll of `jax.lax.scan`
+
+
+def trace(fun: Callable[..., PyTree], *args: PyTree) -> tuple[Any, PyTree]:
+    """The closed jaxpr of `fun(*args)` over flat arguments, and the tree of its output shapes."""
+    return jax.make_jaxpr(fun, return_shape=True)(*args)
+
+
+def equations(jaxpr: Any) -> Sequence[Any]:
+    """The equations of an open or closed jaxpr, in order."""
+    return getattr(jaxpr, "jaxpr", jaxpr).eqns
+
+
+def inputs(jaxpr: Any) -> Sequence[Any]:
+    """The input variables of an open or closed jaxpr, constants left out."""
+    return getattr(jaxpr, "jaxpr", jaxpr).invars
+
+
+def outputs(jaxpr: Any) -> Sequence[Any]:
+    """The output variables of an open or closed jaxpr, literals among them."""
+    return getattr(jaxpr, "jaxpr", jaxpr).outvars
+
+
+def evaluate(jaxpr: Any, args: Sequence[Any], apply: Callable[[Any, list[Any]], Sequence[Any]]) -> list[Any]:
+    """Run a jaxpr on `args`, handing each equation and its operands to `apply`; returns the outputs.
+
+    Each call of `apply` happens under the equation's own name scope, source position and context (mesh,
+    compute type, XLA metadata), so what it binds carries them on.
+    """
+    return evaluate_by_runs(jaxpr, args, (), apply, lambda part, operands: ())
+
+
+@contextlib.contextmanager
+def _context(eqn: Any) -> Iterator[None]:
+    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+        yield
+
+
+class Run(NamedTuple):
+    """Neighbouring equations of a jaxpr, `eqns[start:stop]`, as a function of what they read from outside."""
+
+    eqns: Sequence[Any]
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+
+
+def runs(jaxpr: Any, ranges: Sequence[tuple[int, int]]) -> list[Run]:
+    """The equations `[start, stop)` of each range, with the variables that go in and that are used afterwards."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    found = []
+    for start, stop in ranges:
+        eqns = inner.eqns[start:stop]
+        made = {v for eqn in eqns for v in eqn.outvars}
+        read = dict.fromkeys(v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))
+        later = {v for eqn in inner.eqns[stop:] for v in eqn.invars if not isinstance(v, Literal)}
+        later |= {v for v in inner.outvars if not isinstance(v, Literal)}
+        outputs = tuple(v for eqn in eqns for v in eqn.outvars if v in later)
+        found.append(Run(eqns, tuple(v for v in read if v not in made), outputs))
+    return found
+
+
+def evaluate_run(
+    run: Run, args: Sequence[Any], apply: Callable[[Any, list[Any]], Sequence[Any]]
+) -> list[Any]:
+    """As `evaluate`, of a part of a jaxpr: its outputs from its inputs."""
+    env = dict(zip(run.inputs, args, strict=True))
+    for eqn in run.eqns:
+        _step(eqn, env, apply)
+    return [env[v] for v in run.outputs]
+
+
+def evaluate_by_runs(
+    jaxpr: Any,
+    args: Sequence[Any],
+    parts: Sequence[Run],
+    apply: Callable[[Any, list[Any]], Sequence[Any]],
+    apply_run: Callable[[Run, list[Any]], Sequence[Any]],
+) -> list[Any]:
+    """As `evaluate`, but the equations of each of `parts` go to `apply_run` all at once."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    env = dict(zip([*inner.constvars, *inner.invars], [*getattr(jaxpr, "consts", ()), *args], strict=True))
+    first = {id(part.eqns[0]): part for part in parts}
+    inside = {id(eqn) for part in parts for eqn in part.eqns}
+    for eqn in inner.eqns:
+        part = first.get(id(eqn))
+        if part is not None:
+            outputs = apply_run(part, [env[v] for v in part.inputs])
+            env.update(zip(part.outputs, outputs, strict=True))
+        elif id(eqn) not in inside:
+            _step(eqn, env, apply)
+    return [_read(v, env) for v in inner.outvars]
+
+
+def _step(eqn: Any, env: dict[Any, Any], apply: Callable[[Any, list[Any]], Sequence[Any]]) -> None:
+    with _context(eqn):
+        outputs = apply(eqn, [_read(v, env) for v in eqn.invars])
+    env.update(zip(eqn.outvars, outputs, strict=True))
+
+
+def _read(atom: Any, env: dict[Any, Any]) -> Any:
+    return atom.val if isinstance(atom, Literal) else env[atom]
+
+
+def arrays(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The operands of an equation, Python scalars as arrays of the dtypes that it was traced for."""
+    is_array = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")
+    return [
+        x if is_array(x) else jnp.asarray(x, v.aval.dtype) for x, v in zip(operands, eqn.invars, strict=True)
+    ]
+
+
+def bind(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Apply an equation's primitive, with its own parameters, to plain arrays; always a sequence of outputs."""
+    return bind_with(eqn, operands, eqn.params)
+
+
+def bind_with(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
+    """As `bind`, with other parameters."""
+    bind_params = eqn.primitive.get_bind_params(params)
+    # jax 0.10 returns (sub-functions, parameters); 0.12 returns the parameters alone
+    functions, bind_params = bind_params if isinstance(bind_params, tuple) else ((), bind_params)
+    out = eqn.primitive.bind(*functions, *operands, **bind_params)
+    return out if eqn.primitive.multiple_results else [out]
+
+
+def is_call(eqn: Any) -> bool:
+    """Whether the equation only calls its body (`jit` and the like) and may be inlined."""
+    return eqn.primitive.name in CALL_PRIMITIVES
+
+
+def is_checkpoint(eqn: Any) -> bool:
+    """Whether the equation is a `jax.checkpoint`."""
+    return eqn.primitive.name in CHECKPOINT_PRIMITIVES
+
+
+def is_scan(eqn: Any) -> bool:
+    """Whether the equation is a `jax.lax.scan`."""
+    return eqn.primitive.name == "scan"
+
+
+def body(eqn: Any) -> Any:
+    """The jaxpr that a call or a `jax.checkpoint` runs."""
+    return eqn.params["call_jaxpr"] if "call_jaxpr" in eqn.params else eqn.params["jaxpr"]
+
+
+def checkpoint_options(eqn: Any) -> dict[str, Any]:
+    """The keyword arguments that give the same `jax.checkpoint` again (with one `prevent_cse` for all operands)."""
+    prevent_cse = eqn.params["prevent_cse"]
+    if not isinstance(prevent_cse, bool):
+        prevent_cse = any(prevent_cse)
+    return {"policy": eqn.params["policy"], "prevent_cse": prevent_cse}
+
+
+def has_body(eqn: Any) -> bool:
+    """Whether the equation runs a jaxpr or a function of its own (`cond`, `while`, `custom_vjp`, kernels, ...)."""
+    return any(_holds_code(value) for value in eqn.params.values())
+
+
+def _holds_code(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_holds_code(v) for v in value)
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr") or callable(value)
+
+
+def from_inputs(jaxpr: Any, marked: Sequence[bool]) -> set[Any]:
+    """The variables that are computed from the marked inputs alone, those included."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    found = {v for v, mark in zip(inner.invars, marked, strict=True) if mark}
+    for eqn in inner.eqns:
+        read = [v for v in eqn.invars if not isinstance(v, Literal)]
+        if read and all(v in found for v in read):
+            found.update(eqn.outvars)
+    return found
+
+
+def marks(eqn: Any, found: set[Any]) -> list[bool]:
+    """Which operands of an equation are among some variables."""
+    return [not isinstance(v, Literal) and v in found for v in eqn.invars]
+
+
+def call_name(eqn: Any) -> str:
+    """The name of the function that a `jit` equation calls; empty for other equations."""
+    return str(eqn.params.get("name", "")) if is_call(eqn) else ""
+
+
+def scan_parts(eqn: Any) -> Scan:
+    """The parts of a `scan` equation."""
+    params = eqn.params
+    if "ft_in" in params:  # jax 0.12
+        consts, carry, _ = params["ft_in"].unpack()
+        num_consts, num_carry = len(consts), len(carry)
+    else:
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    return Scan(params["jaxpr"], num_consts, num_carry, options)
+
+
+def tensor_names(jaxpr: Any) -> set[str]:
+    """Every `checkpoint_name` in a jaxpr and in what it runs."""
+    found: set[str] = set()
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name == "name":
+            found.add(eqn.params["name"])
+        for inner in inner_jaxprs(eqn):
+            found |= tensor_names(inner)
+    return found
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """The jaxprs that an equation runs."""
+    values = [
+        v for value in eqn.params.values() for v in (value if isinstance(value, (tuple, list)) else [value])
+    ]
+    return [v for v in values if hasattr(v, "eqns") or hasattr(v, "jaxpr")]

@@ -1,0 +1,52 @@
+"""What the engine asks of an optax transformation. Nothing here knows which optimizer it is."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zero2jax.base.pytrees import PyTree, path_string
+
+
+def checked_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
+    """`tx` with support for extra arguments.
+
+    Raises:
+      TypeError: it is not an optax transformation.
+      ValueError: it is `optax.MultiSteps`, which would run the optimizer, and gather, on every microbatch.
+    """
+    if isinstance(tx, optax.MultiSteps):
+        raise ValueError(_MULTI_STEPS)
+    if not isinstance(tx, optax.GradientTransformation):
+        raise TypeError(
+            f"reading the optimizer: found {type(tx).__name__}, expected an optax.GradientTransformation such as "
+            f"optax.adamw(3e-4)."
+        )
+    return optax.with_extra_args_support(tx)
+
+
+def refuse_multi_steps(opt_state: PyTree) -> None:
+    """Raise a ValueError if an optimizer state (shapes are enough) holds one of `optax.MultiSteps`."""
+    is_multi = lambda x: isinstance(x, optax.MultiStepsState)
+    if any(is_multi(x) for x in jax.tree.leaves(opt_state, is_leaf=is_multi)):
+        raise ValueError(_MULTI_STEPS)
+
+
+_MULTI_STEPS = (
+    "reading the optimizer: it contains optax.MultiSteps, which updates on every microbatch and keeps whole "
+    "accumulators. The step accumulates by itself, in shards: pass the inner transformation, and set "
+    "num_microbatches (`gradient_accumulation_steps` in a DeepSpeed JSON) with the batch of the whole step. Around "
+    "zero2jax.shard_optimizer, optax.MultiSteps may go on the outside."
+)
+
+
+def learning_rate(opt_state: PyTree) -> jax.Array | None:
+    """The learning rate that the optimizer's state shows (`optax.inject_hyperparams`), float32 scalar; None if none.
+
+    Where several are shown (one per group), the first.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
+        if path_string(path).endswith("hyperparams/learning_rate"):
+            return jnp.asarray(leaf, jnp.float32)
+    return None

@@ -1,0 +1,292 @@
+"""The command line: parse, load, call one public function, print. `zero2jax` and `python -m zero2jax`.
+
+Exit code 2 with a message on stderr for wrong usage and for files that cannot be used.
+"""
+
+import json as json_text
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from zero2jax.activations.policies import known_words, nearest
+from zero2jax.checkpoints.export import export_checkpoint, parse_bytes
+from zero2jax.checkpoints.format import CheckpointError
+from zero2jax.cli.info import environment_report, print_environment
+from zero2jax.cli.launch import launch, split_script
+from zero2jax.cli.plan import (
+    UsageError,
+    load_function,
+    parse_axes,
+    parse_vary,
+    run_activations,
+    run_plan,
+    run_search,
+    set_up_jax,
+)
+from zero2jax.config.check import check_config, print_report
+from zero2jax.config.reading import ConfigError, read_config
+from zero2jax.planning.estimate import STAGES, largest_model
+from zero2jax.planning.estimate import estimate as estimate_bytes
+from zero2jax.planning.planner import PlanSettings
+from zero2jax.planning.targets import DEVICES_PER_HOST, MEMORY_FRACTION, get_target
+
+_USAGE_ERROR = 2
+
+
+def check(
+    config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")],
+    devices: int | None = None,
+    json: bool = False,
+    all: bool = False,
+) -> None:
+    """Validate a DeepSpeed JSON and print what it becomes.
+
+    Args:
+        config: Path of the file.
+        devices: Size of the data axis, to finish the batch sizes.
+        json: Print JSON.
+        all: List the keys the file does not have, too.
+    """
+    if devices is not None and devices < 1:
+        raise ConfigError(
+            "cannot check the configuration", [f"--devices = {devices}: must be at least 1. Raise it."]
+        )
+    report = check_config(read_config(config), devices, every_key=all)
+    if json:
+        print(json_text.dumps(report.as_dict(), indent=2))
+    else:
+        print_report(report)
+
+
+def info(json: bool = False) -> None:
+    """Print versions and devices.
+
+    Args:
+        json: Print JSON.
+    """
+    report = environment_report()
+    if json:
+        print(json_text.dumps(report, indent=2))
+    else:
+        print_environment(report)
+
+
+def plan(
+    program: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:FUNCTION")],
+    axes: str,
+    target: str = "local",
+    config: str | None = None,
+    json: bool = False,
+    png: str | None = None,
+    search: bool = False,
+    vary: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = (),
+    devices_per_host: int = DEVICES_PER_HOST,
+    memory_fraction: float = MEMORY_FRACTION,
+    in_node_gb_per_s: float | None = None,
+    across_gb_per_s: float | None = None,
+) -> None:
+    """Compile the step for GPUs that need not be here: does it fit, what does it communicate, what is hidden?
+
+    Args:
+        program: A function that returns a zero2jax.Program, as in examples.gpt.program:program.
+        axes: Mesh axes, data=8 or data=25,model=16.
+        target: v100-32gb, a100-80gb, h100-80gb, h200, b200, local or cpu.
+        config: DeepSpeed JSON; without one, stage 2 with bf16. Its optimizer goes before the program's.
+        json: Print JSON.
+        png: Write a picture of memory over the schedule there.
+        search: Compile every stage and number of microbatches, and whatever --vary says; print the frontier.
+        vary: For --search, KEY=VALUE,VALUE with key paths of the configuration or program.NAME for arguments.
+        devices_per_host: Devices of one host.
+        memory_fraction: Part of a card that the program may use (XLA_CLIENT_MEM_FRACTION).
+        in_node_gb_per_s: What one device can send to others of its host, instead of the target's figure.
+        across_gb_per_s: What one device can send to other hosts, instead of the target's figure.
+    """
+    if vary and not search:
+        raise UsageError("--vary is for --search: add --search, or set the keys in the configuration.")
+    if png is not None and search:
+        raise UsageError("--png draws one plan: leave out --search, and draw the setting that you choose.")
+    sizes, varied = parse_axes(axes), parse_vary([item for items in vary for item in items])
+    in_node, across = (None if x is None else 1e9 * x for x in (in_node_gb_per_s, across_gb_per_s))
+    try:
+        chosen = get_target(target).with_rates(in_node, across)
+        settings = PlanSettings(sizes, chosen, devices_per_host, memory_fraction)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    set_up_jax(target, sizes)
+    function = load_function(program)
+    if search:
+        run_search(function, config, settings, varied, as_json=json)
+    else:
+        run_plan(function, config, settings, as_json=json, png=png)
+
+
+def activations(
+    program: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:FUNCTION")],
+    axes: str,
+    target: str = "local",
+    config: str | None = None,
+    policies: tuple[str, ...] = (),
+    json: bool = False,
+    devices_per_host: int = DEVICES_PER_HOST,
+    memory_fraction: float = MEMORY_FRACTION,
+) -> None:
+    """Compile the step under each remat policy: what it keeps in memory, and what it recomputes.
+
+    Args:
+        program: A function that returns a zero2jax.Program, as in examples.gpt.program:program.
+        axes: Mesh axes, data=8 or data=25,model=16.
+        target: v100-32gb, a100-80gb, h100-80gb, h200, b200, local or cpu.
+        config: DeepSpeed JSON; without one, stage 2 with bf16.
+        policies: Words of zero2jax.remat_policy, or nested; all that need no names of your own, if absent.
+        json: Print JSON.
+        devices_per_host: Devices of one host.
+        memory_fraction: Part of a card that the program may use (XLA_CLIENT_MEM_FRACTION).
+    """
+    sizes = parse_axes(axes)
+    unknown = [policy for policy in policies if policy not in known_words()]
+    if unknown:
+        raise UsageError(f"reading --policies {unknown[0]}: {nearest(unknown[0], known_words())}")
+    try:
+        settings = PlanSettings(sizes, get_target(target), devices_per_host, memory_fraction)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    set_up_jax(target, sizes)
+    run_activations(load_function(program), config, settings, policies, as_json=json)
+
+
+def estimate(
+    params: Annotated[float, tyro.conf.Positional, tyro.conf.arg(metavar="PARAMS")],
+    shards: int,
+    param_bytes: float = 2,
+    grad_bytes: float = 2,
+    master_bytes: float = 4,
+    optimizer_bytes: float = 8,
+    model_shards: int = 1,
+    offload_optimizer: bool = False,
+    offload_params: bool = False,
+    devices_per_host: int = DEVICES_PER_HOST,
+    memory_gb: float | None = None,
+    json: bool = False,
+) -> None:
+    """Print what the formulas of the ZeRO paper give for stages 0 to 3, and DeepSpeed's beside them.
+
+    Args:
+        params: Number of parameters, 7.5e9.
+        shards: Devices of the data axis.
+        param_bytes: Bytes per parameter as the loss sees it.
+        grad_bytes: Bytes per gradient element.
+        master_bytes: Bytes per master parameter.
+        optimizer_bytes: Bytes of optimizer state per parameter; 8 for Adam.
+        model_shards: Devices of tensor parallelism.
+        offload_optimizer: Masters and optimizer state live on the host.
+        offload_params: Parameters live on the host, at stage 3.
+        devices_per_host: For DeepSpeed's figure of a host's memory.
+        memory_gb: Print the largest model whose states fill this much, in 1e9 bytes per device, too.
+        json: Print JSON.
+    """
+    sizes: dict[str, Any] = {
+        "param_bytes": param_bytes,
+        "grad_bytes": grad_bytes,
+        "master_bytes": master_bytes,
+        "optimizer_bytes": optimizer_bytes,
+        "model_shards": model_shards,
+    }
+    try:
+        found = estimate_bytes(
+            params,
+            shards,
+            offload_optimizer=offload_optimizer,
+            offload_params=offload_params,
+            devices_per_host=devices_per_host,
+            **sizes,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    largest = []
+    if memory_gb is not None:
+        largest = [largest_model(1e9 * memory_gb, shards, stage, **sizes) for stage in STAGES]
+    if json:
+        print(json_text.dumps(found.as_dict() | ({"largest_model": largest} if largest else {}), indent=2))
+    else:
+        print(found)
+        for stage, num_params in enumerate(largest):
+            print(f"states of {num_params / 1e9:.4g}e9 parameters fill {memory_gb:g} GB at stage {stage}")
+
+
+def export(
+    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")],
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT.safetensors")],
+    step: int | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    max_shard_size: str | None = None,
+    alias: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
+    json: bool = False,
+) -> None:
+    """Write the parameters of a checkpoint as safetensors. Needs neither the training script nor its devices.
+
+    Args:
+        checkpoint: Directory that a zero2jax.Checkpointer saved to, or the folder of one step in it.
+        out: What to write, model.safetensors; above --max-shard-size several files beside it and an index.
+        step: Which checkpoint; the latest if absent.
+        dtype: Convert floating parameters; as saved (fp32) if absent.
+        max_shard_size: Bytes per file, 5GB.
+        alias: ALIAS=NAME, a second name of a tied parameter, which is written once.
+        json: Print JSON.
+    """
+    wrong = [item for item in alias if item.count("=") != 1]
+    if wrong:
+        raise UsageError(f"--alias {wrong[0]}: write ALIAS=NAME, as in head/kernel=embed.")
+    try:
+        limit = None if max_shard_size is None else parse_bytes(max_shard_size)
+    except ValueError as error:
+        raise UsageError(f"--max-shard-size: {error}") from error
+    paths = export_checkpoint(
+        checkpoint,
+        out,
+        step=step,
+        dtype=dtype,
+        max_file_bytes=limit,
+        aliases=dict(item.split("=") for item in alias),
+    )
+    files = [{"path": str(path), "bytes": path.stat().st_size} for path in paths]
+    if json:
+        print(json_text.dumps({"files": files}, indent=2))
+    else:
+        for file in files:
+            print(f"{file['bytes']:>16,} bytes  {file['path']}")
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "activations": activations,
+    "check": check,
+    "estimate": estimate,
+    "export": export,
+    "info": info,
+    "launch": launch,
+    "plan": plan,
+}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code; usage errors leave through `SystemExit(2)`."""
+    words = list(sys.argv[1:] if args is None else args)
+    if words[:1] == ["launch"]:
+        words[1:] = split_script(words[1:], launch)
+    try:
+        code = tyro.extras.subcommand_cli_from_dict(
+            COMMANDS,
+            prog="zero2jax",
+            description="ZeRO for JAX.",
+            args=words,
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
+    except (ConfigError, CheckpointError, UsageError) as error:
+        print(error, file=sys.stderr)
+        return _USAGE_ERROR
+    return code if isinstance(code, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""`zero2jax plan`: from words on a command line to a program, a mesh and a target. Sets up jax before it starts.
+
+Planning for anything but the devices here keeps jax on the CPU, where it asks for no GPU, and simulates as many CPU
+devices as the axes need for target `cpu`.
+"""
+
+import contextlib
+import difflib
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from zero2jax.base.mesh import DATA_AXIS, REPLICA_AXIS
+from zero2jax.config.reading import Source
+from zero2jax.planning.planner import PlanSettings, Program, compile_plan, lower_plan, prepare_plan
+from zero2jax.planning.policy_table import POLICIES, tabulate_policies
+from zero2jax.planning.search import MICROBATCHES, STAGE, SearchReport, search_plans
+
+
+class UsageError(ValueError):
+    """Something on the command line cannot be used; says what, and what can."""
+
+
+def parse_axes(axes: str) -> dict[str, int]:
+    """`"data=4,model=2"` as `{"data": 4, "model": 2}`."""
+    if not re.fullmatch(r"\w+=\d+(,\w+=\d+)*", axes):
+        raise UsageError(
+            f"reading --axes {axes!r}: write NAME=SIZE, separated by commas, as in data=8 or data=4,model=2."
+        )
+    return {name: int(size) for name, size in (axis.split("=") for axis in axes.split(","))}
+
+
+def parse_vary(vary: Sequence[str]) -> dict[str, list[Any]]:
+    """`["zero_optimization.stage=2,3"]` as `{"zero_optimization.stage": [2, 3]}`; values are read as JSON, or text."""
+    found = {}
+    for item in vary:
+        name, equals, values = item.partition("=")
+        if not equals or not name or not values:
+            raise UsageError(
+                f"reading --vary {item!r}: write KEY=VALUE,VALUE with a key path of the configuration or program.NAME, "
+                f"as in gradient_accumulation_steps=1,2,4."
+            )
+        found[name] = [_json_or_text(value) for value in values.split(",")]
+    return found
+
+
+def set_up_jax(target: str, axes: Mapping[str, int]) -> None:
+    """Keep jax on the CPU for targets that are not here; before anything else uses jax."""
+    if target == "local":
+        return
+    if jax.config.jax_platforms != "cpu":  # type: ignore[attr-defined]
+        jax.config.update("jax_platforms", "cpu")
+    num_devices = math.prod(axes.values())
+    simulated = jax.config.jax_num_cpu_devices or 0  # type: ignore[attr-defined]
+    if target == "cpu" and simulated < num_devices:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+def load_function(name: str) -> Callable[..., Program]:
+    """The function that `MODULE:FUNCTION` names; modules of the current directory are found, too.
+
+    Raises:
+      UsageError: no such module, or no such function in it; the name has another form.
+    """
+    module_name, colon, function_name = name.partition(":")
+    if not colon or not module_name or not function_name:
+        raise UsageError(
+            f"reading {name!r}: write MODULE:FUNCTION, a function without arguments that returns a zero2jax.Program, "
+            f"as in examples.gpt.program:program."
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and something that it imports is not
+        raise UsageError(
+            f"reading {name!r}: there is no module {error.name!r} here or on PYTHONPATH. Run from the directory that "
+            f"it lies in, or install it."
+        ) from None
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        names = [n for n, x in vars(module).items() if inspect.isfunction(x) and not n.startswith("_")]
+        near = difflib.get_close_matches(function_name, names, n=3) or sorted(names)[:6]
+        raise UsageError(
+            f"reading {name!r}: module {module_name!r} has no function {function_name!r}. It has {', '.join(near)}."
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def call_program(function: Callable[..., Program], **arguments: Any) -> Program:
+    """The program that a function returns, checked."""
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    unknown = [name for name in arguments if name not in parameters and not takes_any]
+    if unknown:
+        raise UsageError(
+            f"varying program.{unknown[0]}: the function {function.__name__!r} has no argument of that name. It has "
+            f"{', '.join(parameters) or 'none'}."
+        )
+    program = function(**arguments)
+    if not isinstance(program, Program):
+        raise UsageError(
+            f"calling {function.__name__!r}: it returned a {type(program).__name__}, and must return a "
+            f"zero2jax.Program(loss_fn, params, batch, tx), shapes only."
+        )
+    return program
+
+
+def run_plan(
+    function: Callable[..., Program],
+    config: Source | None,
+    settings: PlanSettings,
+    *,
+    as_json: bool,
+    png: str | None,
+) -> None:
+    """Plan one program, and print the report; the picture goes to `png`."""
+    if png is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--png needs matplotlib, which is not installed: pip install 'zero2jax[plan]'.")
+    program = call_program(function)
+    try:
+        prepared = prepare_plan(program.for_config(config), config, settings)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    with Console(stderr=True).status(f"compiling for {settings.target.name}"):
+        report = compile_plan(lower_plan(prepared))
+    print(json.dumps(report.as_dict(), indent=2) if as_json else report)
+    if png is not None:
+        report.save_picture(png)
+        print(f"wrote {png}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _progress(settings: PlanSettings) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on standard error; yields what is called with (plans done, plans in all)."""
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task(f"compiling for {settings.target.name}", total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+
+def run_search(
+    function: Callable[..., Program],
+    config: Source | None,
+    settings: PlanSettings,
+    vary: Mapping[str, Sequence[Any]],
+    *,
+    as_json: bool,
+) -> None:
+    """Plan every combination of settings, and print the frontier and the cheapest that fits."""
+    make = lambda **arguments: call_program(function, **arguments).for_config(config)
+    with _progress(settings) as advance:
+        found: SearchReport = search_plans(
+            make, config, settings, _bounds(make(), settings) | dict(vary), advance=advance
+        )
+    print(json.dumps(found.as_dict(), indent=2) if as_json else found)
+
+
+def run_activations(
+    function: Callable[..., Program],
+    config: Source | None,
+    settings: PlanSettings,
+    policies: Sequence[str],
+    *,
+    as_json: bool,
+) -> None:
+    """Compile the program under each remat policy, and print the table."""
+    make = lambda **arguments: call_program(function, **arguments).for_config(config)
+    with _progress(settings) as advance:
+        found = tabulate_policies(make, config, settings, policies or POLICIES, advance=advance)
+    print(json.dumps(found.as_dict(), indent=2) if as_json else found)
+
+
+def _bounds(program: Program, settings: PlanSettings) -> dict[str, Sequence[Any]]:
+    """What is varied unless said otherwise: stages 1 to 3, and 1, 2 or 4 microbatches where the batch divides."""
+    num_batch_shards = settings.axes.get(DATA_AXIS, 1) * settings.axes.get(REPLICA_AXIS, 1)
+    per_device = program.batch_size // num_batch_shards
+    return {STAGE: [1, 2, 3], MICROBATCHES: [k for k in (1, 2, 4) if per_device % k == 0]}
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value

@@ -1,0 +1,187 @@
+"""Rules that join several keys, and the features a configuration asks for that the engine lacks.
+
+Everything here looks at a finished `Config`; single values were checked when they were read.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from zero2jax.config.keys import KEYS, Treatment
+from zero2jax.config.params import WarmupCosineLRParams, WarmupDecayLRParams
+from zero2jax.config.schema import Config
+from zero2jax.config.values import Report, shown
+
+_SWITCHES = ("enabled", "device")
+_SWITCHED = (
+    "fp16",
+    "flops_profiler",
+    "tensorboard",
+    "csv_monitor",
+    "wandb",
+    "zero_optimization.offload_optimizer",
+    "zero_optimization.offload_param",
+)
+"""Blocks whose other keys only accompany their switch."""
+
+
+def settings(value: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(key path, value, default) of every setting of a block, depth first, but for absent blocks."""
+    for field in dataclasses.fields(value):
+        if not field.metadata:
+            continue
+        here = f"{path}.{field.name}" if path else field.name
+        found = getattr(value, field.name)
+        if here in ("optimizer", "scheduler"):
+            if found is not None:
+                yield f"{here}.type", found.type, None
+                yield from settings(found.params, f"{here}.params")
+                if here == "optimizer":
+                    yield "optimizer.legacy_fusion", found.legacy_fusion, False
+        elif "block" in field.metadata:
+            if found is not None:
+                yield from settings(found, here)
+        else:
+            yield here, found, field.default
+
+
+def check_rules(config: Config, report: Report) -> None:
+    """Add what is wrong or worth saying about the configuration as a whole."""
+    _refused(config, report)
+    _precision_rules(config, report)
+    _reduction_rules(config, report)
+    _zero_rules(config, report)
+    _activation_rules(config, report)
+    _scheduler_notes(config, report)
+    ignored = [key for key in config.given if key in KEYS and KEYS[key].treatment is Treatment.NO_EFFECT]
+    if ignored:
+        report.notes.append(f"no effect here: {', '.join(ignored)} (`zero2jax check` says why).")
+    values = {path: value for path, value, _ in settings(config) if path in config.auto and value is not None}
+    if values:
+        used = ", ".join(f"{path} = {shown(value)}" for path, value in values.items())
+        report.notes.append(f'left at "auto", so the default is used: {used}.')
+
+
+def _refused(config: Config, report: Report) -> None:
+    for path, value, default in settings(config):
+        key = KEYS[path]
+        if key.treatment is Treatment.REFUSED and value != default:
+            report.error(path, value, f"not supported: {key.becomes}", "Remove the key or switch it off.")
+
+
+def _precision_rules(config: Config, report: Report) -> None:
+    if config.fp16.enabled and config.bf16.enabled:
+        report.error("bf16.enabled", True, "fp16 and bf16 exclude each other", "Switch one of them off.")
+    mode = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
+    wanted = config.data_types.param_dtype
+    if wanted not in (None, mode):
+        rule = f"must agree with the compute dtype, here {mode}"
+        report.error(
+            "data_types.param_dtype", wanted, rule, "Remove it; fp16.enabled and bf16.enabled decide."
+        )
+    if config.fp16.enabled and config.fp16.loss_scale == 0:
+        for name in ("loss_scale_window", "min_loss_scale", "hysteresis"):
+            value = getattr(config.fp16, name)
+            if value < 1:
+                report.error(
+                    f"fp16.{name}", value, "must be at least 1 with dynamic loss scaling", "Raise it."
+                )
+
+
+def _reduction_rules(config: Config, report: Report) -> None:
+    zero = config.zero_optimization
+    if zero.stage == 3 and config.gradient_allreduce_op == "sum":
+        rule = "stage 3 takes the mean"
+        report.error("gradient_allreduce_op", "sum", rule, "Use a stage below 3, or scale the loss.")
+    if zero.stage == 0 or not zero.reduce_scatter or config.gradient_allreduce_op == "sum":
+        return
+    rule = (
+        f"with zero_optimization.reduce_scatter at stage {zero.stage} the mean is taken by the reduce-scatter"
+    )
+    way_out = "Remove it, or set zero_optimization.reduce_scatter to false."
+    if config.prescale_gradients:
+        report.error("prescale_gradients", True, rule, way_out)
+    if config.gradient_predivide_factor != 1.0:
+        report.error("gradient_predivide_factor", config.gradient_predivide_factor, rule, way_out)
+
+
+def _zero_rules(config: Config, report: Report) -> None:
+    zero, path = config.zero_optimization, "zero_optimization"
+    offload = zero.offload_optimizer
+    if offload is not None and offload.ratio < 1.0 and zero.stage != 3:
+        rule = f"a part of the optimizer on the host needs stage 3, the stage is {zero.stage}"
+        report.error(f"{path}.offload_optimizer.ratio", offload.ratio, rule, "Use 1.0 or stage 3.")
+    if zero.mics_shard_size > 0 and zero.zero_hpz_partition_size > 1:
+        rule = "it and zero_hpz_partition_size both give the size of a group"
+        report.error(f"{path}.mics_shard_size", zero.mics_shard_size, rule, "Keep one of the two.")
+    if zero.stage in (1, 2) and zero.allgather_bucket_size % 2:
+        rule = "must be even: DeepSpeed aligns its buckets to two elements"
+        report.error(f"{path}.allgather_bucket_size", zero.allgather_bucket_size, rule, "Add 1.")
+    if zero.offload_param is not None and zero.offload_param.device != "none" and zero.stage < 3:
+        report.notes.append(
+            f"{path}.offload_param is ignored at stage {zero.stage}, as in DeepSpeed: it needs stage 3."
+        )
+    if zero.elastic_checkpoint and zero.stage == 3:
+        report.notes.append(f"{path}.elastic_checkpoint is not available at stage 3 in DeepSpeed either.")
+
+
+def _activation_rules(config: Config, report: Report) -> None:
+    block, path = config.activation_checkpointing, "activation_checkpointing"
+    if not block.contiguous_memory_optimization:
+        return
+    if not block.partition_activations:
+        rule = "contiguous_memory_optimization needs it, as in DeepSpeed"
+        report.error(f"{path}.partition_activations", False, rule, "Switch both on or both off.")
+    if block.number_checkpoints is None:
+        rule = "contiguous_memory_optimization needs the number of segments, as in DeepSpeed"
+        report.error(
+            f"{path}.number_checkpoints", None, rule, "For one per layer, give the number of layers."
+        )
+
+
+def _scheduler_notes(config: Config, report: Report) -> None:
+    params = None if config.scheduler is None else config.scheduler.params
+    if isinstance(params, (WarmupDecayLRParams, WarmupCosineLRParams)):
+        warmup, total = params.warmup_num_steps, params.total_num_steps
+        if total is not None and total < warmup:
+            report.notes.append(
+                f"scheduler.params.total_num_steps = {total} is less than warmup_num_steps = {warmup}: "
+                "after the warm-up the learning rate is at its floor."
+            )
+    if config.scheduler is not None and config.optimizer is None:
+        report.notes.append("scheduler: it drives the optimizer block, and the file has none.")
+
+
+def not_yet(config: Config) -> list[str]:
+    """What this configuration asks for and the engine cannot do yet, a line per key path.
+
+    >>> from zero2jax.config.reading import load_config
+    >>> not_yet(load_config({"train_batch_size": 8, "fp16": {"enabled": True}}))
+    ['fp16.enabled = true: fp16 loss scaling']
+    """
+    lines = []
+    for path, value, default in settings(config):
+        block, _, name = path.rpartition(".")
+        if KEYS[path].treatment is not Treatment.NOT_YET or (block in _SWITCHED and name not in _SWITCHES):
+            continue
+        asked = value != default
+        if block == "bf16":
+            asked = config.bf16.enabled and asked
+        elif block == "zero_optimization.offload_param":
+            asked = value != default and config.zero_optimization.stage == 3
+        if asked:
+            lines.append(f"{path} = {shown(value)}: {KEYS[path].becomes}")
+    if config.communication_data_type == "fp16" and not config.fp16.enabled:
+        lines.append("communication_data_type = 'fp16': fp16 gradient reduction")
+    return lines
+
+
+def device_notes(config: Config, num_shards: int) -> list[str]:
+    """What to say about this configuration on `num_shards` devices of the data axis."""
+    stage = config.zero_optimization.stage
+    if num_shards > 1 or stage not in (1, 2):
+        return []
+    return [
+        f"zero_optimization.stage = {stage} on one device saves nothing: there is nobody to share with. "
+        "Use more devices, offload_optimizer to host memory, or stage 3 with offload_param."
+    ]

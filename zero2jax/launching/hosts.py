@@ -1,0 +1,122 @@
+"""The launcher on several hosts: one `zero2jax launch` on each through ssh, watched from here like local processes.
+
+The launcher of a host ends its processes when its standard input ends, and that is this host's end of the ssh
+connection: so nothing stays behind on any host, however this one ends.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from zero2jax.launching.hostfile import DEFAULT_PORT, forwarded_environment, ssh_command
+from zero2jax.launching.local import Launch, report_failure, say
+from zero2jax.launching.supervise import Command, run_together
+from zero2jax.processes.cluster_env import RESTARTS, is_loopback, join_address, parse_coordinator
+
+Hosts = Mapping[str, tuple[int, ...]]
+
+
+def divide(slots: int, processes: int | None, devices: int | None) -> tuple[int, int]:
+    """(processes, devices per process) of a host, what is not given being what its slots leave room for."""
+    if processes is None:
+        processes = max(1, slots // (devices or 1))
+    return processes, devices or max(1, slots // processes)
+
+
+def host_commands(
+    launch: Launch,
+    hosts: Hosts,
+    env: Mapping[str, str],
+    folder: Path,
+    *,
+    processes: int | None = None,
+    platform: str | None = None,
+) -> list[Command]:
+    """One ssh command per host.
+
+    Args:
+      launch: program, devices per process, logs, grace and coordinator; its counts are not used.
+      hosts: slots to use of each host, the host of process 0 first.
+      env: this host's environment.
+      folder: the current folder, which every host must have.
+      processes: on each host; by default one per slot, or as many as `devices_per_process` leaves room for.
+      platform: "cpu" or "gpu", or None: each host looks for itself.
+
+    Raises:
+      ValueError: more devices than slots on a host; a loopback address for process 0 with several hosts.
+    """
+    counts = {
+        host: divide(len(slots), processes, launch.devices_per_process) for host, slots in hosts.items()
+    }
+    short = [host for host, slots in hosts.items() if math.prod(counts[host]) > len(slots)]
+    if short:
+        host = short[0]
+        raise ValueError(
+            f"launching {counts[host][0]} processes of {counts[host][1]} devices on host {host}: that needs "
+            f"{math.prod(counts[host])} slots, and it has {len(hosts[host])}. Lower --processes or "
+            f"--devices-per-process, or correct the hostfile."
+        )
+    address = _coordinator(launch, hosts)
+    base = forwarded_environment(env, (folder, Path.home())) | {RESTARTS: str(launch.num_restarts)}
+    commands, first = [], 0
+    for host, slots in hosts.items():
+        options = {
+            "processes": counts[host][0],
+            "devices-per-process": counts[host][1],
+            "platform": platform,
+            "logs": launch.logs,
+            "grace-s": launch.grace_s,
+            "coordinator": address,
+            "first-process": first,
+            "total-processes": sum(count for count, _ in counts.values()),
+        }
+        words = [word for name, x in options.items() if x is not None for word in (f"--{name}", str(x))]
+        arguments = (sys.executable, "-m", "zero2jax", "launch", *words, "--end-with-stdin", *launch.program)
+        visible = base | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))}
+        ssh = ssh_command(host, arguments, visible, folder)
+        commands.append(Command(host, ssh, dict(env), keep_stdin=True))
+        first += counts[host][0]
+    return commands
+
+
+def _coordinator(launch: Launch, hosts: Hosts) -> str:
+    host, port = parse_coordinator(launch.coordinator or next(iter(hosts)))
+    host = host.rpartition("@")[2]  # user@host
+    if len(hosts) > 1 and is_loopback(host):
+        raise ValueError(
+            f"launching on {len(hosts)} hosts with process 0 at {host}: other hosts cannot reach a loopback address. "
+            f"Write its real name in the hostfile, or give --coordinator."
+        )
+    # Another port for each restart: the last one may still be held.
+    return join_address(host, (port or DEFAULT_PORT) + launch.num_restarts)
+
+
+def run_on_hosts(
+    launch: Launch,
+    hosts: Hosts,
+    *,
+    processes: int | None = None,
+    platform: str | None = None,
+    write: Callable[[bytes], None] | None = None,
+) -> int:
+    """Run on all hosts, and again on those that had not failed while restarts are left; the exit code.
+
+    Raises:
+      ValueError: as `host_commands`.
+    """
+    while True:
+        commands = host_commands(
+            launch, hosts, os.environ, Path.cwd(), processes=processes, platform=platform
+        )
+        outcome = run_together(commands, grace_s=launch.grace_s, write=write)
+        if not outcome.failed:
+            return outcome.code
+        report_failure("host", outcome)
+        if launch.num_restarts >= launch.max_restarts:
+            return outcome.code
+        hosts = {host: slots for host, slots in hosts.items() if host not in outcome.failed} or hosts
+        launch = replace(launch, num_restarts=launch.num_restarts + 1)
+        say(f"restart {launch.num_restarts} of {launch.max_restarts} on {len(hosts)} host(s)")

@@ -1,0 +1,303 @@
+"""`plan`: compile the training step for devices that need not be here, and read what it will take.
+
+Nothing is allocated and nothing runs: the engine lowers its step from shapes, for compile-only devices of the target,
+and XLA's compiler makes the program that those devices would run. Memory, collectives and schedule are read from that
+program; the formulas of the ZeRO paper stand beside them.
+"""
+
+import dataclasses
+import math
+import time
+import warnings
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jax.stages import Compiled, Lowered
+
+from zero2jax.base.batches import check_batch
+from zero2jax.base.losses import LossFn
+from zero2jax.base.mesh import axis_size
+from zero2jax.base.pytrees import PyTree
+from zero2jax.base.tables import readable_bytes
+from zero2jax.config.initialize import initialize
+from zero2jax.config.reading import Source, read_config
+from zero2jax.engine import Engine
+from zero2jax.planning.report import PlanReport, class_rows
+from zero2jax.planning.targets import DEVICES_PER_HOST, MEMORY_FRACTION, Target, get_target, target_mesh
+from zero2jax.programs.audit import audit
+from zero2jax.programs.hlo import Collective
+from zero2jax.programs.liveness import GRADIENTS, MASTER, OPTIMIZER, OTHER, PARAMETERS, walk
+from zero2jax.programs.overlap import Rates, simulate
+from zero2jax.zero.shard_plan import LeafPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What is trained, as shapes: what the FUNCTION of `zero2jax plan MODULE:FUNCTION` returns.
+
+    Attributes:
+      loss_fn: as for `initialize`.
+      params: shapes of the parameters (`jax.eval_shape(init_fn, key)`), or parameters.
+      batch: shapes of a global batch, of all devices and microbatches of one step.
+      tx: optax transformation; None takes the `optimizer` block of the configuration.
+      param_specs: PartitionSpecs for mesh axes other than the data axis.
+    """
+
+    loss_fn: LossFn
+    params: PyTree
+    batch: PyTree
+    tx: optax.GradientTransformation | None = None
+    param_specs: PyTree | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Examples per step, over all devices."""
+        return int(np.shape(jax.tree.leaves(self.batch)[0])[0])
+
+    def for_config(self, config: Source | None) -> "Program":
+        """This program with the optimizer of a configuration that has one, instead of its own."""
+        has_one = config is not None and read_config(config).optimizer is not None
+        return dataclasses.replace(self, tx=None) if has_one else self
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanSettings:
+    """What a plan is made for, besides the program and its configuration.
+
+    Attributes:
+      axes: size of each mesh axis.
+      target: see `zero2jax.planning.targets`.
+      devices_per_host: devices of one host.
+      memory_fraction: part of a device's memory that the program may use.
+    """
+
+    axes: Mapping[str, int]
+    target: Target
+    devices_per_host: int = DEVICES_PER_HOST
+    memory_fraction: float = MEMORY_FRACTION
+
+    def __post_init__(self) -> None:
+        if not 0 < self.memory_fraction <= 1 or self.devices_per_host < 1:
+            raise ValueError(
+                f"planning with memory_fraction={self.memory_fraction} and devices_per_host={self.devices_per_host}: "
+                f"the first lies above 0 and at most at 1, the second is at least 1. Correct them."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedPlan:
+    """An engine for the target's devices, made and checked, and what it was made from."""
+
+    program: Program
+    settings: PlanSettings
+    engine: Engine
+    notes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredPlan:
+    """A step ready to be compiled."""
+
+    prepared: PreparedPlan
+    lowered: Lowered
+
+
+def plan(
+    loss_fn: LossFn,
+    params: PyTree,
+    batch: PyTree,
+    *,
+    tx: optax.GradientTransformation | None = None,
+    config: Source | None = None,
+    axes: Mapping[str, int],
+    target: str | Target,
+    param_specs: PyTree | None = None,
+    devices_per_host: int = DEVICES_PER_HOST,
+    memory_fraction: float = MEMORY_FRACTION,
+    in_node_bytes_per_s: float | None = None,
+    across_bytes_per_s: float | None = None,
+) -> PlanReport:
+    """Compile the training step for a target, which need not be here, and report what it takes.
+
+    Args:
+      loss_fn: as for `initialize`, like `tx`, `config` and `param_specs`.
+      params: shapes of the parameters, or parameters.
+      batch: shapes of a global batch, of all devices and microbatches of one step.
+      tx: optax transformation; None takes the one of the configuration.
+      config: DeepSpeed-style configuration; None means stage 2 with bf16 compute.
+      axes: size of each mesh axis: `{"data": 8}`, `{"data": 25, "model": 16}`.
+      target: `"v100-32gb"`, `"a100-80gb"`, `"h100-80gb"`, `"h200"`, `"b200"`: needs the CUDA compiler's packages and
+        no GPU; `"local"`: the devices here; `"cpu"`: simulated CPU devices; or a `Target` of your own.
+      param_specs: PartitionSpecs for the mesh axes other than the data axis.
+      devices_per_host: devices of one host.
+      memory_fraction: part of a device's memory that the program may use, the rest being left to the CUDA context,
+        NCCL, cuDNN and cuBLAS; what `XLA_CLIENT_MEM_FRACTION` will be.
+      in_node_bytes_per_s: what one device can send to others of its host; by default the target's figure.
+      across_bytes_per_s: what one device can send to other hosts; by default the target's figure.
+
+    Raises:
+      ValueError: unknown target; axes that do not fit the batch or the hosts; the CUDA compiler is missing.
+      ConfigError: as for `initialize`.
+
+    Example:
+      >>> shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+      >>> loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+      >>> report = plan(loss, {"w": shape(64, 64)}, shape(8, 64), tx=optax.adam(1e-3), axes={"data": 1}, target="cpu")
+      >>> report.by_class[0].rest_bytes  # the fp32 master
+      16384
+    """
+    chosen = get_target(target).with_rates(in_node_bytes_per_s, across_bytes_per_s)
+    settings = PlanSettings(dict(axes), chosen, devices_per_host, memory_fraction)
+    program = Program(loss_fn, params, batch, tx, param_specs)
+    return compile_plan(lower_plan(prepare_plan(program, config, settings)))
+
+
+def prepare_plan(program: Program, config: Source | None, settings: PlanSettings) -> PreparedPlan:
+    """Make the engine and check the batch, tracing nothing; warnings become notes. Raises as `plan` does."""
+    mesh = target_mesh(settings.target, settings.axes, settings.devices_per_host)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = initialize(program.loss_fn, program.tx, config, mesh, param_specs=program.param_specs)
+    if not settings.target.has_bf16 and engine.precision.compute_dtype == jnp.bfloat16:
+        raise ValueError(
+            f"planning for {settings.target.name}: it has no bf16 arithmetic, and the step computes in bf16. Compute "
+            f"in fp16 or fp32 there (the `fp16` block, or neither block, of the configuration)."
+        )
+    check_batch(program.batch, engine.num_batch_shards, engine.num_microbatches, engine.batch_size)
+    return PreparedPlan(program, settings, engine, tuple(dict.fromkeys(str(w.message) for w in caught)))
+
+
+def lower_plan(prepared: PreparedPlan) -> LoweredPlan:
+    """Trace and lower the step; warnings become notes."""
+    engine, batch = prepared.engine, prepared.program.batch
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.abstract_state(prepared.program.params, batch=batch)
+        lowered = engine.lower(batch)
+    notes = dict.fromkeys([*prepared.notes, *(str(w.message) for w in caught)])
+    return LoweredPlan(dataclasses.replace(prepared, notes=tuple(notes)), lowered)
+
+
+def compile_plan(step: LoweredPlan) -> PlanReport:
+    """Compile a lowered step and read the program."""
+    start = time.perf_counter()
+    compiled = step.lowered.compile()
+    return _read(step.prepared, compiled, time.perf_counter() - start)
+
+
+def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanReport:
+    engine, settings, target = step.engine, step.settings, step.settings.target
+    found = audit(compiled, mesh=engine.mesh, devices_per_host=settings.devices_per_host)
+
+    def over_data(c: Collective) -> bool:
+        # what the optimizer communicates runs outside of the engine's shard_map
+        inside = not c.op_name or "shard_map" in c.op_name
+        return inside and not set(engine.axes.names).isdisjoint(found.axis(c).split("+"))
+
+    lifetimes = walk(found.module, _argument_class, over_data)
+    rate = lambda c: target.bytes_per_s(c.kind, found.across(c))
+    needed = [rate(c) for c in found.collectives]
+    rates_known = target.peak_flops is not None and None not in needed
+    rates = Rates(target.peak_flops or math.inf, lambda c: rate(c) or math.inf)
+    return PlanReport(
+        target=target,
+        axes=dict(settings.axes),
+        jax_version=jax.__version__,
+        stage=engine.stage,
+        num_microbatches=engine.num_microbatches,
+        batch_size=step.program.batch_size,
+        num_params=sum(math.prod(x.shape) for x in engine.layout.params.leaves),
+        memory_fraction=settings.memory_fraction,
+        usable_bytes=target.usable_bytes(settings.memory_fraction) or _local_limit(target, engine.mesh),
+        by_class=class_rows(lifetimes, _formulas(engine)),
+        audit=found,
+        lifetimes=lifetimes,
+        timeline=simulate(found.module, rates),
+        rates_known=rates_known,
+        compile_s=compile_s,
+        notes=(*step.notes, *_limits(step, lifetimes.peak.total_bytes, found.memory.total_bytes)),
+    )
+
+
+def _argument_class(name: str) -> str:
+    if name.startswith("state.params"):
+        return MASTER
+    return OPTIMIZER if name.startswith("state.opt_state") else OTHER
+
+
+def _local_limit(target: Target, mesh: Mesh) -> int | None:
+    """What the allocator of the devices here may take, where it says so."""
+    stats = mesh.devices.flat[0].memory_stats() if target.name == "local" else None
+    return stats.get("bytes_limit") if stats else None
+
+
+def _formulas(engine: Engine) -> dict[str, tuple[int | None, str]]:
+    """Bytes and words of the formula of each class; see `zero2jax.estimate`."""
+    layout, mesh, stage, precision = engine.layout, engine.mesh, engine.stage, engine.precision
+    size = lambda leaf: math.prod(leaf.shape) // _model_parts(leaf, mesh)
+    of = lambda sharded: f" / {engine.num_shards}" if sharded else ""
+    over = lambda n, sharded: n // engine.num_shards if sharded else n
+    pairs = list(zip(layout.params.leaves, layout.trainable, strict=True))
+    compute = lambda leaf, trained: int((precision.compute(leaf) if trained else leaf.dtype).itemsize)
+    accumulated = jnp.dtype(precision.accumulate_dtype) if engine.num_microbatches > 1 else None
+    gradient = lambda leaf: int((accumulated or precision.reduce(leaf)).itemsize)
+    rest = lambda leaves: sum(size(leaf) * int(leaf.dtype.itemsize) for leaf in leaves)
+    params = sum(size(leaf) * compute(leaf, trained) for leaf, trained in pairs)
+    grads = sum(size(leaf) * gradient(leaf) for leaf, trained in pairs if trained)
+    if stage == 3:
+        one_layer = lambda leaf: size(leaf) // math.prod(leaf.shape[: leaf.layer_dims])
+        layer = sum(one_layer(leaf) * compute(leaf, t) for leaf, t in pairs if leaf.layer_dims)
+        single = [size(leaf) * compute(leaf, t) for leaf, t in pairs if not leaf.layer_dims]
+        parameters = max([layer, *single]), "those of one layer, or the largest outside"
+    else:
+        parameters = params, "parameters in the compute dtype"
+    if engine.axes.rest_over_replicas:
+        group = axis_size(mesh, engine.axes.shard)
+        parameters = parameters[0] + params // group, f"{parameters[1]}, and a copy / {group}"
+    return {
+        MASTER: (over(rest(layout.params.leaves), stage >= 1), "parameters at rest" + of(stage >= 1)),
+        OPTIMIZER: (over(rest(layout.opt_state.leaves), stage >= 1), "optimizer state" + of(stage >= 1)),
+        PARAMETERS: parameters,
+        GRADIENTS: (over(grads, stage >= 2), "gradients" + of(stage >= 2)),
+    }
+
+
+def _model_parts(leaf: LeafPlan, mesh: Mesh) -> int:
+    names = [
+        n for entry in leaf.model_spec if entry for n in (entry if isinstance(entry, tuple) else (entry,))
+    ]
+    return math.prod(int(mesh.shape[n]) for n in names)
+
+
+def _limits(step: PreparedPlan, live_bytes: int, total_bytes: int) -> list[str]:
+    """What the compiler does not know, or does not say, about these figures."""
+    target, fraction = step.settings.target, step.settings.memory_fraction
+    off = live_bytes / total_bytes - 1 if total_bytes else 0.0
+    notes = [
+        f"classes at peak: live bytes of the schedule, {off:+.1%} of the compiler's allocation; the latter fits or not"
+    ]
+    if target.memory_bytes is not None:
+        left = readable_bytes(target.memory_bytes - (target.usable_bytes(fraction) or 0))
+        notes.append(
+            f"usable memory leaves {left} to the CUDA context, NCCL, cuDNN and cuBLAS, whose use the compiler does not "
+            f"know; run with XLA_CLIENT_MEM_FRACTION={fraction:g} (jax takes 0.75 by itself)"
+        )
+    if target.gpu is not None:
+        notes.append(
+            "not in these figures: fragmentation of the allocator; kernels chosen by tuning on the device, whose "
+            "scratch memory may differ. Compile-only devices know no host memory: state in it is counted apart"
+        )
+        notes.append(
+            "exposed: what the schedule waits for if only matrix products take time, at "
+            f"{(target.peak_flops or 0) / 1e12:.0f} TFLOP/s, {(target.in_node_bytes_per_s or 0) / 1e9:.0f} GB/s in "
+            f"node and {(target.across_bytes_per_s or 0) / 1e9:.0f} GB/s across hosts per device"
+        )
+    elif target.name != "local" or step.engine.mesh.devices.flat[0].platform == "cpu":
+        notes.append(
+            "temporary sizes, collectives and schedule are the CPU compiler's; sizes of the state are exact"
+        )
+    return notes

@@ -1,0 +1,257 @@
+"""What `zero2jax.plan` found: memory by class, collectives, overlap, and what the compiler does not know."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zero2jax.base.tables import aligned, readable_bytes
+from zero2jax.planning.targets import Target
+from zero2jax.programs.audit import Audit, CollectiveRow
+from zero2jax.programs.liveness import CLASSES, Lifetimes
+from zero2jax.programs.overlap import Overlap, Timeline
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassRow:
+    """Bytes per device of one class.
+
+    Attributes:
+      name: `master`, `optimizer state`, `parameters`, `gradients` or `activations and temporaries`.
+      rest_bytes: between steps, padding included.
+      peak_bytes: where the live bytes of the schedule are highest.
+      formula_bytes: by the formula, without padding; None where there is none.
+      formula: the formula in words.
+    """
+
+    name: str
+    rest_bytes: int
+    peak_bytes: int
+    formula_bytes: int | None
+    formula: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanReport:
+    """A step compiled for a target, read: per device, in bytes, FLOPs and seconds.
+
+    Attributes:
+      target: what it was compiled for.
+      axes: mesh axes.
+      jax_version: version of jax, and so of the compiler.
+      stage: ZeRO stage.
+      num_microbatches: slices of the batch per step and device.
+      batch_size: examples per step, over all devices.
+      num_params: number of parameters.
+      memory_fraction: part of the target's memory that the program may use.
+      usable_bytes: memory that the program may use; None where the target's memory is not known.
+      by_class: memory by class, measured beside the formula.
+      audit: memory as the compiler allocates it, and the collectives.
+      lifetimes: live bytes at each instruction of the schedule.
+      timeline: the schedule at the target's rates.
+      rates_known: whether the target has rates; without, nothing is said about time.
+      compile_s: seconds the compiler took.
+      notes: what to know about these figures, and what was converted or ignored.
+    """
+
+    target: Target
+    axes: Mapping[str, int]
+    jax_version: str
+    stage: int
+    num_microbatches: int
+    batch_size: int
+    num_params: int
+    memory_fraction: float
+    usable_bytes: int | None
+    by_class: tuple[ClassRow, ...]
+    audit: Audit
+    lifetimes: Lifetimes = dataclasses.field(repr=False)
+    timeline: Timeline = dataclasses.field(repr=False)
+    rates_known: bool
+    compile_s: float
+    notes: tuple[str, ...]
+
+    @property
+    def rest_bytes(self) -> int:
+        """What the step takes: state, and its batch."""
+        return self.audit.memory.argument_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Peak of the step, as the compiler allocates it."""
+        return self.audit.memory.total_bytes
+
+    @property
+    def alias_bytes(self) -> int:
+        """Outputs that are written in the place of donated arguments."""
+        return self.audit.memory.alias_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """What rests in host memory, counted apart."""
+        return max(self.audit.memory.host_bytes, self.lifetimes.host_bytes)
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """Usable memory that is left over; negative if the step does not fit."""
+        return None if self.usable_bytes is None else self.usable_bytes - self.total_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the step fits; None where the target's memory is not known."""
+        return None if self.headroom_bytes is None else self.headroom_bytes >= 0
+
+    @property
+    def communication_bytes(self) -> int:
+        """Bytes of all collectives per step."""
+        return sum(c.total_bytes for c in self.audit.collectives)
+
+    @property
+    def exposed_bytes(self) -> int | None:
+        """Those of `communication_bytes` that the schedule waits for at the target's rates; None without rates."""
+        return round(sum(o.exposed_bytes for o in self.timeline.overlaps)) if self.rates_known else None
+
+    @property
+    def compute_s(self) -> float | None:
+        """Seconds of matrix products per step at the target's rate."""
+        return self.timeline.flops / (self.target.peak_flops or 1) if self.rates_known else None
+
+    @property
+    def collectives(self) -> tuple[CollectiveRow, ...]:
+        """The collectives by kind and axis."""
+        return self.audit.rows()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        exposed = {row: self._exposed_bytes(row) for row in self.collectives}
+        return {
+            "target": self.target.name,
+            "axes": dict(self.axes),
+            "jax_version": self.jax_version,
+            "stage": self.stage,
+            "num_microbatches": self.num_microbatches,
+            "batch_size": self.batch_size,
+            "num_params": self.num_params,
+            "total_bytes": self.total_bytes,
+            "rest_bytes": self.rest_bytes,
+            "host_bytes": self.host_bytes,
+            "alias_bytes": self.alias_bytes,
+            "memory_bytes": self.target.memory_bytes,
+            "memory_fraction": self.memory_fraction,
+            "usable_bytes": self.usable_bytes,
+            "headroom_bytes": self.headroom_bytes,
+            "fits": self.fits,
+            "by_class": {row.name: dataclasses.asdict(row) for row in self.by_class},
+            "live_peak_bytes": self.lifetimes.peak.total_bytes,
+            "live_peak_at": self.lifetimes.peak.name,
+            "compiler_memory": dataclasses.asdict(self.audit.memory),
+            "collectives": [
+                dataclasses.asdict(row) | {"exposed_bytes": exposed[row]} for row in self.collectives
+            ],
+            "communication_bytes": self.communication_bytes,
+            "exposed_bytes": self.exposed_bytes,
+            "overlap": [self._overlap(o) for o in self.timeline.overlaps],
+            "flops": self.timeline.flops,
+            "compute_s": self.compute_s,
+            "communication_s": self.timeline.communication_s if self.rates_known else None,
+            "exposed_s": self.timeline.exposed_s if self.rates_known else None,
+            "compile_s": self.compile_s,
+            "notes": list(self.notes),
+        }
+
+    def table(self) -> str:
+        """The report as text."""
+        axes = " x ".join(f"{name} {size}" for name, size in self.axes.items())
+        title = (
+            f"stage {self.stage}, {_count(self.num_params)} parameters, batch {self.batch_size} in "
+            f"{self.num_microbatches} microbatch(es), {axes} on {self.target.name}, jax {self.jax_version}, "
+            f"compiled in {self.compile_s:.0f} s"
+        )
+        parts = [title, self._verdict(), "", *self._memory_lines(), "", *self._collective_lines(), ""]
+        return "\n".join([*parts, *(f"- {note}" for note in self.notes)])
+
+    __str__ = table
+
+    def save_picture(self, path: str | Path) -> None:
+        """Draw memory over the schedule, and a bar per class, as a PNG; needs matplotlib."""
+        from zero2jax.planning.picture import save_picture
+
+        save_picture(self, path)
+
+    def _verdict(self) -> str:
+        peak = f"{readable_bytes(self.total_bytes)} per device at peak, {readable_bytes(self.rest_bytes)} at rest"
+        if self.usable_bytes is None or self.headroom_bytes is None:
+            return f"{peak}; the memory of target {self.target.name!r} is not known"
+        room = readable_bytes(abs(self.headroom_bytes))
+        usable = f"{readable_bytes(self.usable_bytes)} usable ({self.memory_fraction:g} of the card)"
+        return f"{peak}, {usable}: " + (
+            f"fits, {room} to spare" if self.fits else f"DOES NOT FIT, {room} too much"
+        )
+
+    def _memory_lines(self) -> list[str]:
+        rows = [("bytes per device", "at rest", "at peak", "formula", "formula for")]
+        for row in self.by_class:
+            sizes = (row.rest_bytes, row.peak_bytes, row.formula_bytes)
+            rows.append((row.name, *map(readable_bytes, sizes), row.formula))  # type: ignore[arg-type]
+        packing = self.total_bytes - self.lifetimes.peak.total_bytes
+        rows.append(("packing by the compiler", "-", readable_bytes(packing), "-", "total less live bytes"))
+        total = (readable_bytes(self.rest_bytes), readable_bytes(self.total_bytes))
+        rows.append(("total", *total, "-", "the compiler's allocation"))
+        return aligned(rows, right=(1, 2, 3))
+
+    def _collective_lines(self) -> list[str]:
+        rows = [("collective", "axis", "where", "runs", "bytes per step", "exposed")]
+        for row in self.collectives:
+            where = "across hosts" if row.across else "in node"
+            sizes = (readable_bytes(row.bytes_per_step), readable_bytes(self._exposed_bytes(row)))
+            rows.append((row.kind, row.axis or "?", where, f"{row.num_runs:,}", *sizes))
+        lines = aligned(rows, right=(3, 4, 5))
+        if self.rates_known and self.communication_bytes:
+            hidden = 1 - (self.exposed_bytes or 0) / self.communication_bytes
+            lines.append(
+                f"{hidden:.0%} of the bytes hidden; matrix products {self.compute_s or 0:.3g} s, collectives "
+                f"{self.timeline.communication_s:.3g} s, of which {self.timeline.exposed_s:.3g} s are waited for"
+            )
+        lines.append(f"{readable_bytes(self.alias_bytes)} of the outputs are written into donated arguments")
+        return lines
+
+    def _exposed_bytes(self, row: CollectiveRow) -> int | None:
+        if not self.rates_known:
+            return None
+        mine = [o for o in self.timeline.overlaps if self._is_in(o, row)]
+        return round(sum(o.exposed_bytes for o in mine))
+
+    def _is_in(self, overlap: Overlap, row: CollectiveRow) -> bool:
+        c = overlap.collective
+        return (c.kind, self.audit.axis(c), self.audit.across(c)) == (row.kind, row.axis, row.across)
+
+    def _overlap(self, overlap: Overlap) -> dict[str, Any]:
+        c = overlap.collective
+        found = {
+            "kind": c.kind,
+            "name": c.name,
+            "op_name": c.op_name,
+            "axis": self.audit.axis(c),
+            "across": self.audit.across(c),
+            "is_async": c.is_async,
+            "num_bytes": c.num_bytes,
+            "num_runs": c.trips,
+            "flops_inside": overlap.flops_inside,
+        }
+        if self.rates_known:
+            share = 1 - overlap.exposed_s / overlap.seconds if overlap.seconds else 1.0
+            found |= {"seconds": overlap.seconds, "exposed_s": overlap.exposed_s, "hidden_share": share}
+        return found
+
+
+def _count(num_params: int) -> str:
+    return f"{num_params / 1e9:.2f}e9" if num_params >= 1e8 else f"{num_params:,}"
+
+
+def class_rows(lifetimes: Lifetimes, formulas: Mapping[str, tuple[int | None, str]]) -> tuple[ClassRow, ...]:
+    """A row per class, from the walk and the formula (bytes and words) of each class."""
+    peak = lifetimes.peak.by_class
+    return tuple(
+        ClassRow(name, lifetimes.rest_by_class[name], peak[name], *formulas.get(name, (None, "")))
+        for name in CLASSES
+    )

@@ -1,0 +1,183 @@
+"""Compile many settings of one program for a target, and say which are worth having and which is cheapest.
+
+Each setting is a whole plan: nothing is guessed from another one. The frontier holds the settings that no other one
+beats in peak memory, communication and arithmetic (which grows where activations are recomputed) at once. Cheapest is
+what takes the least time at the target's rates, matrix products and the communication that the schedule waits for;
+where no rates are known, what communicates least.
+"""
+
+import copy
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from zero2jax.base.tables import aligned, readable_bytes
+from zero2jax.config.reading import Source, read_config
+from zero2jax.planning.planner import PlanSettings, Program, compile_plan, lower_plan, prepare_plan
+from zero2jax.planning.report import PlanReport
+
+STAGE, MICROBATCHES = "zero_optimization.stage", "gradient_accumulation_steps"
+_DEFAULT_CONFIG = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+_PROGRAM = "program."
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One setting: what was varied, and its plan, or why there is none."""
+
+    varied: Mapping[str, Any]
+    report: PlanReport | None
+    refused: str = ""
+
+    @property
+    def costs(self) -> tuple[float, float, float]:
+        """Peak bytes, communicated bytes, FLOPs: what the frontier weighs."""
+        assert self.report is not None
+        return self.report.total_bytes, self.report.communication_bytes, self.report.timeline.flops
+
+    @property
+    def seconds(self) -> float | None:
+        """Matrix products and exposed communication of a step at the target's rates."""
+        if self.report is None or self.report.compute_s is None:
+            return None
+        return self.report.compute_s + self.report.timeline.exposed_s
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchReport:
+    """Every setting tried, in the order tried."""
+
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def frontier(self) -> tuple[Candidate, ...]:
+        """Settings that no other one beats in every cost, least memory first."""
+        planned = [c for c in self.candidates if c.report is not None]
+        kept = [c for c in planned if not any(_beats(other.costs, c.costs) for other in planned)]
+        return tuple(sorted(kept, key=lambda c: c.costs))
+
+    @property
+    def cheapest(self) -> Candidate | None:
+        """The setting that fits (or may fit, where memory is not known) and costs least; None if none fits."""
+        fitting = [c for c in self.candidates if c.report is not None and c.report.fits is not False]
+        return min(fitting, key=lambda c: (c.seconds or 0.0, *c.costs[1:], c.costs[0]), default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The search as plain JSON values."""
+        frontier = self.frontier
+        rows = [
+            {
+                "varied": dict(c.varied),
+                "refused": c.refused,
+                "frontier": c in frontier,
+                "seconds": c.seconds,
+                "report": c.report.as_dict() if c.report else None,
+            }
+            for c in self.candidates
+        ]
+        return {"candidates": rows, "cheapest": dict(self.cheapest.varied) if self.cheapest else None}
+
+    def table(self) -> str:
+        """The search as text: every setting, marked where it is on the frontier; then the cheapest that fits."""
+        names = list(dict.fromkeys(name for c in self.candidates for name in c.varied))
+        rows = [("", *names, "peak", "communication", "exposed", "PFLOP", "s at least", "")]
+        frontier, cheapest = self.frontier, self.cheapest
+        for c in self.candidates:
+            values = [str(c.varied.get(name, "")) for name in names]
+            mark = ("=>" if c is cheapest else "") + ("*" if c in frontier else "")
+            rows.append((mark, *values, *_cells(c)))
+        lines = aligned(rows, right=range(len(rows[0]) - 1))
+        lines.append("* no other setting needs less memory, less communication and less arithmetic")
+        if cheapest is None:
+            lines.append("nothing fits: more devices, a smaller batch, or a larger card")
+        else:
+            chosen = ", ".join(f"{name} = {value}" for name, value in cheapest.varied.items())
+            lines.append(f"=> cheapest that fits: {chosen}")
+        return "\n".join(lines)
+
+    __str__ = table
+
+
+def search_plans(
+    make_program: Callable[..., Program],
+    config: Source | None,
+    settings: PlanSettings,
+    vary: Mapping[str, Sequence[Any]],
+    *,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> SearchReport:
+    """Plan every combination of the values in `vary`, compiling several at a time where cores allow.
+
+    Args:
+      make_program: makes the program; called with the varied `program.NAME` values by name.
+      config: DeepSpeed-style configuration that all settings share.
+      settings: target, axes, memory.
+      vary: values by key path of the configuration (`"zero_optimization.stage": [2, 3]`,
+        `"gradient_accumulation_steps": [1, 2, 4]`: the batch of a step stays the same), or by `program.NAME`.
+      advance: called with (settings done, settings in all).
+
+    Settings that the configuration or the batch does not allow are listed with the reason, not compiled.
+    """
+    base = read_config(_DEFAULT_CONFIG if config is None else config)
+    combinations = [dict(zip(vary, values, strict=True)) for values in itertools.product(*vary.values())]
+    found: list[Candidate | Future[PlanReport]] = []
+    done = itertools.count(1)
+    count = lambda _: advance(next(done), len(combinations))
+    with ThreadPoolExecutor(max_workers=max(1, min(os.cpu_count() or 1, len(combinations)))) as pool:
+        for varied in combinations:
+            arguments = {k.removeprefix(_PROGRAM): v for k, v in varied.items() if k.startswith(_PROGRAM)}
+            program = make_program(**arguments)
+            try:
+                prepared = prepare_plan(program, _varied_config(base.source, varied, program), settings)
+                lowered = lower_plan(prepared)
+            except ValueError as error:  # a rule of the configuration, of the batch or of the model's layers
+                found.append(Candidate(varied, None, " ".join(str(error).split())))
+                count(None)
+                continue
+            # Tracing holds the interpreter and is quick; the compiler runs beside it.
+            future = pool.submit(compile_plan, lowered)
+            future.add_done_callback(count)
+            found.append(future)
+    pairs = zip(combinations, found, strict=True)
+    return SearchReport(
+        tuple(c if isinstance(c, Candidate) else Candidate(varied, c.result()) for varied, c in pairs)
+    )
+
+
+def _varied_config(source: Mapping[str, Any], varied: Mapping[str, Any], program: Program) -> dict[str, Any]:
+    """The configuration with some keys replaced; the program's batch is kept when the microbatches change."""
+    config: dict[str, Any] = copy.deepcopy(dict(source))
+    if MICROBATCHES in varied:
+        config.pop("train_micro_batch_size_per_gpu", None)
+        config["train_batch_size"] = program.batch_size
+    for path, value in varied.items():
+        if not path.startswith(_PROGRAM):
+            *parents, name = path.split(".")
+            block = config
+            for parent in parents:
+                block = block.setdefault(parent, {})
+            block[name] = value
+    return config
+
+
+def _beats(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+    return a != b and all(x <= y for x, y in zip(a, b, strict=True))
+
+
+def _cells(candidate: Candidate) -> tuple[str, ...]:
+    report = candidate.report
+    if report is None:
+        return ("-", "-", "-", "-", "-", f"refused: {candidate.refused}")
+    seconds = "-" if candidate.seconds is None else f"{candidate.seconds:.3g}"
+    verdict = {True: "fits", False: "does not fit", None: ""}[report.fits]
+    return (
+        readable_bytes(report.total_bytes),
+        readable_bytes(report.communication_bytes),
+        readable_bytes(report.exposed_bytes),
+        f"{report.timeline.flops / 1e15:.3g}",
+        seconds,
+        verdict,
+    )

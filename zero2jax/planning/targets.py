@@ -1,0 +1,277 @@
+"""The devices a step can be planned for: GPUs that are not here, the devices that are, or simulated CPU devices.
+
+XLA's CUDA compiler needs no GPU, only a description of one. The facts below are those of XLA's own target
+descriptions; `Target.config_text` writes them as the `GpuTargetConfigProto` text that jax 0.10.2 and 0.12 both read.
+Bandwidths are what one device can move: in-node 0.8 of NVLink's rate in one direction (362 of 450 GB/s measured with
+reduce-scatter and all-gather on 8 H200), across nodes 0.8 of the device's share of the usual network cards. Matrix
+products reach 0.8 of the dense 16-bit peak (790 of 989 TFLOP/s measured on H100 and H200).
+"""
+
+import dataclasses
+import importlib.metadata
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from zero2jax.base.mesh import make_mesh
+
+MEMORY_FRACTION = 0.94  # the rest is left to the CUDA context, NCCL, cuDNN and cuBLAS
+DEVICES_PER_HOST = 8
+EFFICIENCY = 0.8  # of peak and of link rate, as measured; see above
+CUDA_PACKAGES = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """The facts of a card that the compiler asks for, in its own units."""
+
+    device_name: str
+    capability: tuple[int, int]
+    suffix: str  # of the architecture: 9.0a
+    memory_bytes: int
+    memory_bandwidth: int
+    core_count: int
+    fpus_per_core: int
+    clock_rate_ghz: float
+    l2_cache_bytes: int
+    shared_memory_per_core: int
+    shared_memory_per_block_optin: int
+    pcie_bandwidth: int
+    nvlink_links: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a step is compiled for, and the figures its bytes are compared with.
+
+    Attributes:
+      name: `h200`, ..., `local` or `cpu`.
+      memory_bytes: memory of one device; None where it is not known.
+      peak_flops: dense 16-bit floating-point operations per second; None where it is not known.
+      in_node_bytes_per_s: what one device can send to others of its host; None where it is not known.
+      across_bytes_per_s: the same to devices of other hosts.
+      all_reduce_bytes_per_s: in-node rate of all-reduces, where switches sum; None means as the others.
+      has_bf16: whether the card computes in bf16.
+      gpu: what the compiler is told; None for `local` and `cpu`.
+    """
+
+    name: str
+    memory_bytes: int | None = None
+    peak_flops: float | None = None
+    in_node_bytes_per_s: float | None = None
+    across_bytes_per_s: float | None = None
+    all_reduce_bytes_per_s: float | None = None
+    has_bf16: bool = True
+    gpu: Gpu | None = None
+
+    def usable_bytes(self, memory_fraction: float = MEMORY_FRACTION) -> int | None:
+        """Memory that the program may use, the rest left to what lies outside of XLA's pool."""
+        return None if self.memory_bytes is None else int(self.memory_bytes * memory_fraction)
+
+    def with_rates(self, in_node: float | None, across: float | None) -> "Target":
+        """This target with other links, in bytes per second and device; None keeps its own."""
+        target = self
+        if in_node is not None:  # an all-reduce's own rate belongs to the links it was measured on
+            target = dataclasses.replace(target, in_node_bytes_per_s=in_node, all_reduce_bytes_per_s=None)
+        return target if across is None else dataclasses.replace(target, across_bytes_per_s=across)
+
+    def config_text(self) -> str:
+        """The card as a `GpuTargetConfigProto` in text form."""
+        if self.gpu is None:
+            raise ValueError(
+                f"describing target {self.name!r} to the CUDA compiler: it is no GPU. Use {_names()}."
+            )
+        return _config_text(self.gpu)
+
+    def bytes_per_s(self, kind: str, across: bool) -> float | None:
+        """The rate at which a device sends bytes of a collective of this kind."""
+        if across:
+            return self.across_bytes_per_s
+        if kind == "all-reduce" and self.all_reduce_bytes_per_s is not None:
+            return self.all_reduce_bytes_per_s
+        return self.in_node_bytes_per_s
+
+
+_GPUS = {
+    "v100-32gb": Gpu(
+        "Tesla V100-SXM3-32GB", (7, 0), "", 33871364096, 898048000000, 80, 64, 1.53, 6291456, 98304, 98304,
+        17179869184, 6,
+    ),
+    "a100-80gb": Gpu(
+        "NVIDIA A100-SXM4-80GB", (8, 0), "", 85100068864, 2039040000000, 108, 64, 1.41, 41943040, 167936, 166912,
+        34359738368, 12,
+    ),
+    "h100-80gb": Gpu(
+        "NVIDIA H100 80GB HBM3", (9, 0), "a", 84942979072, 3352320000000, 132, 128, 1.98, 52428800, 233472, 232448,
+        34359738368, 18,
+    ),
+    "h200": Gpu(
+        "NVIDIA H200 141GB HBM3e", (9, 0), "a", 151397597184, 4800000000000, 132, 128, 1.98, 52428800, 233472,
+        232448, 34359738368, 18,
+    ),
+    "b200": Gpu(
+        "NVIDIA B200", (10, 0), "a", 191514411008, 7672320000000, 148, 128, 1.965, 132644864, 233472, 232448,
+        68719476736, 18,
+    ),
+}  # fmt: skip
+# dense 16-bit peak, NVLink bytes/s in one direction, network bytes/s per device, in-node all-reduce
+_RATES = {
+    "v100-32gb": (125e12, 150e9, 6.25e9, None),  # 100 Gb/s per two cards
+    "a100-80gb": (312e12, 300e9, 25e9, None),  # 200 Gb/s per card
+    "h100-80gb": (989e12, 450e9, 50e9, 480e9),  # 400 Gb/s per card; NVLink switches sum
+    "h200": (989e12, 450e9, 50e9, 480e9),
+    "b200": (2250e12, 900e9, 50e9, 960e9),
+}
+
+
+def _gpu_target(name: str) -> Target:
+    peak, in_node, across, all_reduce = _RATES[name]
+    return Target(
+        name,
+        _GPUS[name].memory_bytes,
+        EFFICIENCY * peak,
+        EFFICIENCY * in_node,
+        EFFICIENCY * across,
+        all_reduce,
+        has_bf16=name != "v100-32gb",
+        gpu=_GPUS[name],
+    )
+
+
+TARGETS: Mapping[str, Target] = {
+    **{name: _gpu_target(name) for name in _GPUS},
+    "local": Target("local"),
+    "cpu": Target("cpu"),
+}
+
+
+def get_target(target: str | Target) -> Target:
+    """A target by name, or the one given.
+
+    Raises:
+      ValueError: there is no target of that name.
+    """
+    if isinstance(target, Target):
+        return target
+    if target not in TARGETS:
+        raise ValueError(f"choosing what to plan for: there is no target {target!r}. There are {_names()}.")
+    return TARGETS[target]
+
+
+def target_mesh(target: Target, axes: Mapping[str, int], devices_per_host: int = DEVICES_PER_HOST) -> Mesh:
+    """A mesh over the devices of a target, which for a GPU are compile-only.
+
+    Args:
+      target: see `Target`.
+      axes: size of each mesh axis, all positive; the last one changes fastest over the devices.
+      devices_per_host: devices of one host; fewer devices than that are one host.
+
+    Raises:
+      ValueError: the axes cannot be laid out; there are not enough local or simulated devices; the packages of the
+        CUDA compiler are missing.
+    """
+    sizes = dict(axes)
+    if not sizes or any(size < 1 for size in sizes.values()):
+        raise ValueError(
+            f"laying out the devices of target {target.name!r}: the axes are {sizes}, and every size must be a "
+            f"positive number. Say how many devices you mean, data=8 for instance."
+        )
+    if target.name == "local":
+        return make_mesh(devices=None, **sizes)
+    if target.gpu is None:
+        return make_mesh(devices=jax.devices("cpu"), **sizes)
+    count = math.prod(sizes.values())
+    devices = _compile_only_devices(target, count, devices_per_host)
+    return make_mesh(devices=devices, **sizes)
+
+
+def _compile_only_devices(target: Target, count: int, devices_per_host: int) -> list[jax.Device]:
+    missing = [name for name in CUDA_PACKAGES if not _installed(name)]
+    if missing:
+        raise ValueError(
+            f"compiling for {target.name} without one: {', '.join(missing)} of XLA's CUDA compiler (no GPU and no "
+            f"driver needed) cannot be found. Install it with: pip install 'zero2jax[plan]' (the "
+            f"jax- packages in jax's own version, {jax.__version__}). Without it, target 'cpu' still gives exact sizes "
+            f"of the state."
+        )
+    hosts, rest = divmod(count, devices_per_host)
+    if count < devices_per_host:
+        hosts, devices_per_host = 1, count
+    elif rest:
+        raise ValueError(
+            f"laying out {count} devices of target {target.name!r} over hosts of {devices_per_host}: they do not "
+            f"fill whole hosts. Choose axes whose product is a multiple of {devices_per_host}, or other hosts."
+        )
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=target.config_text(), topology=f"1x{hosts}x{devices_per_host}"
+    )
+    return list(topology.devices)
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _names() -> str:
+    return ", ".join(TARGETS)
+
+
+def _config_text(gpu: Gpu) -> str:
+    major, minor = gpu.capability
+    info: dict[str, Any] = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 49152,
+        "shared_memory_per_core": gpu.shared_memory_per_core,
+        "threads_per_core_limit": 2048,
+        "core_count": gpu.core_count,
+        "fpus_per_core": gpu.fpus_per_core,
+        "block_dim_limit_x": 2147483647,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "memory_bandwidth": gpu.memory_bandwidth,
+        "l2_cache_size": gpu.l2_cache_bytes,
+        "clock_rate_ghz": gpu.clock_rate_ghz,
+        "device_memory_size": gpu.memory_bytes,
+        "shared_memory_per_block_optin": gpu.shared_memory_per_block_optin,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+        "thread_dim_limit_x": 1024,
+        "thread_dim_limit_y": 1024,
+        "thread_dim_limit_z": 64,
+        "device_vendor": "NVIDIA Corporation",
+        "platform_version": f"Compute Capability {major}.{minor}{gpu.suffix}",
+        "model_str": f"sm_{major}.{minor}{gpu.suffix} with {gpu.memory_bytes}B RAM, {gpu.core_count} cores",
+        "device_address_bits": 64,
+        "pcie_bandwidth": gpu.pcie_bandwidth,
+        "ecc_enabled": True,
+        "name": gpu.device_name,
+        "driver_version": "13.0.0",
+        "runtime_version": "12.9.0",
+        "compile_time_toolkit_version": "12.9.0",
+        "dnn_version": "9.10.0",
+    }
+    lines = [f"  {key}: {_value(value)}" for key, value in info.items()]
+    lines.append(f"  cuda_compute_capability {{ major: {major} minor: {minor} }}")
+    lines.append(f"  device_interconnect_info {{ active_links: {gpu.nvlink_links} }}")
+    body = "\n".join(lines)
+    return (
+        f"gpu_device_info {{\n{body}\n}}\n"
+        f'platform_name: "CUDA"\n'
+        f"dnn_version_info {{ major: 9 minor: 10 patch: 0 }}\n"
+        f'device_description_str: "{gpu.device_name}"\n'
+    )
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f'"{value}"' if isinstance(value, str) else str(value)

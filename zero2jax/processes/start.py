@@ -1,0 +1,219 @@
+"""Starting several processes as one program, and what they have to agree on. Before any use of a JAX backend.
+
+`init_distributed` finds out how many processes there are (`cluster_env`), calls the roll (`roll_call`), and starts
+`jax.distributed`. `expect_same` compares a value over the processes and refuses by name. Both are harmless in a single
+process. Heartbeats are JAX's: when a process dies, its coordination service ends the others.
+"""
+
+import atexit
+import hashlib
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from zero2jax.processes.cluster_env import RESTARTS, Settings, find_settings, is_loopback, split_address
+from zero2jax.processes.roll_call import Entry, call_roll, code_versions
+
+_HOST_BYTES = 64
+_DIGEST_BYTES = 32
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Startup:
+    """How this process was started: by whom, as which of how many, with which coordinator ("host:port").
+
+    `num_restarts` counts how often `zero2jax launch` has started the processes anew.
+    """
+
+    source: str
+    process_index: int
+    num_processes: int
+    coordinator_address: str | None = None
+    num_restarts: int = 0
+
+
+def init_distributed(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    local_device_ids: Sequence[int] | None = None,
+    initialization_timeout_s: float = 300,
+    heartbeat_timeout_s: float = 100,
+) -> Startup:
+    """Make this process one of several that run the same program; harmless if it is alone, or if called twice.
+
+    Call it before anything uses a device. Without arguments the environment tells (see `cluster_env`):
+    `zero2jax launch`, torchrun, Open MPI, Slurm, MPICH, `MASTER_ADDR` with `WORLD_SIZE` and `RANK`, Kubernetes. Process
+    0 prints one line that says which. From then on an exception that nobody catches ends its process without waiting
+    for the others, so that the others learn of it; `sys.exit` with an error code still waits for them, up to JAX's five
+    minutes.
+
+    Args:
+      coordinator_address: "host:port" of process 0; with it go the next two.
+      num_processes: how many processes there are.
+      process_id: which of them this is, from 0.
+      local_device_ids: devices of this host that belong to this process; by default one per process if several
+        share the host and their launcher has not divided the devices, else all.
+      initialization_timeout_s: how long to wait for the others, in seconds.
+      heartbeat_timeout_s: after so many seconds without a sign of life, a process counts as dead and all end.
+
+    Raises:
+      ValueError: arguments or variables contradict each other or would make the start hang (a loopback address with
+        several hosts, an index that is not below the count, a proxy on the way to the coordinator).
+      StartError: processes did not arrive (named), have the same index, or run other code (named).
+      RuntimeError: a device has been used before.
+    """
+    ids = None if local_device_ids is None else tuple(local_device_ids)
+    if jax.distributed.is_initialized():
+        return _again(num_processes, process_id)
+    settings = find_settings(os.environ, coordinator_address, num_processes, process_id, ids)
+    num_restarts = int(os.environ.get(RESTARTS, 0))
+    if not settings.distributed:
+        return Startup(settings.source, 0, 1, num_restarts=num_restarts)
+    if settings.coordinator_address is not None and settings.num_processes is not None:
+        me = Entry(settings.process_index, settings.num_processes, code=code_versions())
+        call_roll(me, settings.coordinator_address, initialization_timeout_s)
+    _start(settings, round(initialization_timeout_s), round(heartbeat_timeout_s))
+    if settings.num_processes is None:  # only JAX knew
+        settings = replace(settings, num_processes=jax.process_count())
+    startup = Startup(
+        settings.source,
+        settings.process_index,
+        settings.num_processes or 1,
+        settings.coordinator_address,
+        num_restarts,
+    )
+    _say(startup)
+    return startup
+
+
+def _start(settings: Settings, initialization_timeout_s: int, heartbeat_timeout_s: int) -> None:
+    if jax.config.jax_cpu_collectives_implementation in (None, "none"):  # type: ignore[attr-defined]
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    address = settings.coordinator_address
+    local = address is not None and is_loopback(split_address(address)[0])
+    # What is None here, JAX finds by the scheduler's variables.
+    jax.distributed.initialize(
+        address,
+        settings.num_processes,
+        settings.process_index,
+        settings.local_device_ids,
+        cluster_detection_method=None if address is None else "deactivate",
+        initialization_timeout=initialization_timeout_s,
+        heartbeat_timeout_seconds=heartbeat_timeout_s,
+        coordinator_bind_address=address if local else None,
+    )
+    _end_on_error()
+
+
+def _end_on_error() -> None:
+    """Let an exception that nobody catches end this process when Python ends.
+
+    JAX's own end waits for all processes, for minutes, and those may be waiting for this one in a collective.
+    """
+    codes: list[int] = []
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        codes.append(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def end() -> None:
+        if codes:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(codes[-1])
+
+    sys.excepthook = hook
+    atexit.register(end)  # after JAX's own handler was, so it runs before that one
+
+
+def _again(num_processes: int | None, process_id: int | None) -> Startup:
+    """What a second call returns; it starts the backend, which alone knows."""
+    here = (jax.process_count(), jax.process_index())
+    for name, asked, found in zip(
+        ("num_processes", "process_id"), (num_processes, process_id), here, strict=True
+    ):
+        if asked is not None and asked != found:
+            raise ValueError(
+                f"starting with {name}={asked}: the processes have been started already, with {found}. A program can "
+                f"be started once: leave out the second call, or its arguments."
+            )
+    return Startup("started before", here[1], here[0], num_restarts=int(os.environ.get(RESTARTS, 0)))
+
+
+def _say(startup: Startup) -> None:
+    where = f", coordinator {startup.coordinator_address}" if startup.coordinator_address else ""
+    line = (
+        f"zero2jax: process {startup.process_index} of {startup.num_processes}, found by {startup.source}{where}"
+        + (f", restart {startup.num_restarts}" if startup.num_restarts else "")
+    )
+    _logger.info(line)
+    if startup.process_index == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
+def expect_same(name: str, value: Any) -> None:
+    """Refuse to go on unless all processes have the same value. All of them must call it, in the same order.
+
+    Args:
+      name: what it is, for the message.
+      value: plain Python types as in JSON, or whatever has a `repr` that says all: a configuration, a seed.
+
+    Raises:
+      ValueError: some process has another value than process 0; names those processes and their hosts, in all
+        processes alike.
+    """
+    expect_all_same({name: value})
+
+
+def expect_all_same(values: Mapping[str, Any]) -> None:
+    """`expect_same` for several values, by name, at once. All processes must name the same ones, in the same order.
+
+    Raises:
+      ValueError: as `expect_same`; says which values differ, and what they are here.
+    """
+    if jax.process_count() == 1:
+        return
+    texts = {name: _text(value) for name, value in values.items()}
+    digests = [hashlib.sha256(f"{name}\0{text}".encode()).digest() for name, text in texts.items()]
+    host = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
+    row = np.frombuffer(host + b"".join(digests), np.uint8)
+    rows = [bytes(row) for row in np.asarray(multihost_utils.process_allgather(row))]
+    problems = []
+    for k, (name, text) in enumerate(texts.items()):
+        place = slice(_HOST_BYTES + k * _DIGEST_BYTES, _HOST_BYTES + (k + 1) * _DIGEST_BYTES)
+        different = [
+            f"{i} (host {row[:_HOST_BYTES].rstrip(bytes(1)).decode(errors='replace')})"
+            for i, row in enumerate(rows)
+            if row[place] != rows[0][place]
+        ]
+        if different:
+            here = text if len(text) <= 300 else text[:300] + " ..."
+            problems.append(
+                f"comparing {name} over {len(rows)} processes: process {', '.join(different)} has another value than "
+                f"process 0. All must be started alike. In this process ({jax.process_index()}): {here}"
+            )
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _text(value: Any) -> str:
+    """A value as text that is the same for equal values, whatever the order of a mapping's keys."""
+    try:
+        return json.dumps(value, sort_keys=True, default=repr)
+    except TypeError:  # keys of several types
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        return json.dumps(sorted([repr(key), _text(item)] for key, item in items))

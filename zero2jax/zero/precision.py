@@ -1,0 +1,47 @@
+"""In which dtype a parameter rests, appears, and has its gradient reduced and accumulated.
+
+Masters rest in fp32 (a wider dtype stays as it is); the loss sees the compute dtype. Frozen leaves rest and appear
+in the dtype they were given: hand over a frozen base model in bf16, batch statistics in fp32.
+Mixed precision as in Micikevicius et al., arXiv:1710.03740; ZeRO, arXiv:1910.02054, section 3.1.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from zero2jax.base.pytrees import LeafPredicate
+from zero2jax.zero.shard_plan import LeafPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """The dtypes of a step.
+
+    Attributes:
+      compute_dtype: what the loss function sees of a floating parameter; bf16, or fp32 for plain training.
+      reduce_dtype: gradients are summed over devices in it; None means the dtype the leaf is computed in.
+      accumulate_dtype: gradients are summed over microbatches in it.
+      keep_fp32: predicate `(path, leaf) -> bool` for leaves that are computed in fp32 (norms, say).
+    """
+
+    compute_dtype: DTypeLike = jnp.bfloat16
+    reduce_dtype: DTypeLike | None = None
+    accumulate_dtype: DTypeLike = jnp.float32
+    keep_fp32: LeafPredicate | None = None
+
+    def compute(self, leaf: LeafPlan) -> Any:
+        """The dtype in which the loss sees a trainable leaf."""
+        if self.keep_fp32 is not None and self.keep_fp32(leaf.path, leaf):
+            return master_dtype(leaf.dtype)
+        return jnp.dtype(self.compute_dtype)
+
+    def reduce(self, leaf: LeafPlan) -> Any:
+        """The dtype in which a leaf's gradient is summed over devices."""
+        return self.compute(leaf) if self.reduce_dtype is None else jnp.dtype(self.reduce_dtype)
+
+
+def master_dtype(dtype: DTypeLike) -> Any:
+    """The dtype in which a trainable leaf rests: fp32, or wider if it came so."""
+    return jnp.promote_types(dtype, jnp.float32)

@@ -1,0 +1,357 @@
+"""Which dim of each leaf is sharded, how it is padded, or why it stays whole. Pure arithmetic over shapes.
+
+Made before anything is allocated, from `jax.ShapeDtypeStruct` trees, for any number of shards N. A leaf of shape
+(d0, ..., dk) that is sharded on dim i rests as (d0, ..., ceil(d_i / N) * N, ..., dk), each device holding
+1/N of it; the padding is cut off again inside the step, so nobody computes with it.
+
+The rule: the dim that pads least, the first one on a tie (a gather along the leading dim of what a layer uses is
+contiguous), never a layer dim (gathering a whole stack of layers copies it whole), and never a dim that tensor
+parallelism holds. A leaf with fewer elements than shards stays whole on every device, and the plan says so.
+
+ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, arXiv:1910.02054, section 5.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zero2jax.base.mesh import DATA_AXIS, AxisName
+from zero2jax.base.pytrees import PyTree, check_same_structure, path_string
+
+Placement = tuple[Any, ...]  # one PartitionSpec entry per dim: None, an axis name or a tuple of axis names
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """Where one leaf rests: a leaf of the pytrees in a `ShardPlan`, hashable.
+
+    Attributes:
+      path: name of the leaf, `"blocks/attn/kernel"`.
+      shape: true shape, without padding.
+      dtype: dtype at rest.
+      num_shards: N, the size of the axis that state is sharded over.
+      dim: sharded dim, or None for a leaf that is whole on every device.
+      reason: why it is whole; empty for a sharded leaf.
+      layer_dims: number of leading dims that a scan over layers takes off before the leaf is used.
+      model_spec: PartitionSpec entries of the other mesh axes, one per dim (tensor parallelism).
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    num_shards: int
+    dim: int | None = None
+    reason: str = ""
+    layer_dims: int = 0
+    model_spec: Placement = ()
+
+    @property
+    def rest_shape(self) -> tuple[int, ...]:
+        """Global shape at rest, with padding."""
+        if self.dim is None:
+            return self.shape
+        return tuple(
+            padded_size(d, self.num_shards) if i == self.dim else d for i, d in enumerate(self.shape)
+        )
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes at rest per device along the data axis (all model shards together), padding included."""
+        whole = math.prod(self.rest_shape) * int(self.dtype.itemsize)
+        return whole if self.dim is None else whole // self.num_shards
+
+    def num_model_shards(self, mesh: Mesh) -> int:
+        """Into how many parts the mesh axes of `model_spec` cut the leaf."""
+        return math.prod(mesh.shape[n] for entry in self.model_spec for n in _axis_names(entry))
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of padding in the global array."""
+        return (math.prod(self.rest_shape) - math.prod(self.shape)) * int(self.dtype.itemsize)
+
+    def spec(self, axis_name: AxisName = DATA_AXIS) -> P:
+        """PartitionSpec over every axis of the mesh, true and rest shape alike."""
+        entries = list(self.model_spec) or [None] * len(self.shape)
+        if self.dim is not None:
+            entries[self.dim] = axis_name
+        return _trimmed(entries)
+
+    def manual_spec(self, axis_name: AxisName = DATA_AXIS) -> P:
+        """PartitionSpec over the data axis alone: what `shard_map`, manual over that axis, is told."""
+        return P() if self.dim is None else P(*[None] * self.dim, axis_name)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardPlan:
+    """The plan of a whole pytree: its leaves' plans in the order of `jax.tree.leaves`, and its structure.
+
+    `num_shards` is N, `axis_name` the mesh axis or axes of that size, `whole` why no leaf at all is sharded.
+    """
+
+    leaves: tuple[LeafPlan, ...]
+    treedef: Any
+    num_shards: int
+    axis_name: AxisName = DATA_AXIS
+    whole: str = ""
+
+    @property
+    def tree(self) -> PyTree:
+        """The pytree with a `LeafPlan` in the place of each leaf."""
+        return self.treedef.unflatten(self.leaves)
+
+    def map(self, fun: Callable[..., Any], *trees: PyTree) -> PyTree:
+        """`fun(leaf_plan, *leaves)` over trees of the plan's structure."""
+        columns = [self.treedef.flatten_up_to(tree) for tree in trees]
+        return self.treedef.unflatten([fun(*row) for row in zip(self.leaves, *columns, strict=True)])
+
+    def shardings(self, mesh: Mesh) -> PyTree:
+        """The sharding of each leaf at rest."""
+        return self.map(lambda leaf: NamedSharding(mesh, leaf.spec(self.axis_name)))
+
+    def rest_shapes(self, mesh: Mesh) -> PyTree:
+        """`jax.ShapeDtypeStruct` of each leaf at rest: padded global shape, dtype and sharding."""
+        return self.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                leaf.rest_shape, leaf.dtype, sharding=NamedSharding(mesh, leaf.spec(self.axis_name))
+            )
+        )
+
+    def manual_specs(self) -> PyTree:
+        """Per leaf, the PartitionSpec for a `shard_map` that is manual over the data axis."""
+        return self.map(lambda leaf: leaf.manual_spec(self.axis_name))
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes at rest per device along the data axis, padding included."""
+        return sum(leaf.rest_bytes for leaf in self.leaves)
+
+    def table(self) -> str:
+        """The plan as text: a line per leaf with shape, sharded dim, padding and bytes, or the reason."""
+        header = ("leaf", "shape", "dtype", "sharded dim", "padded to", "bytes/device", "why whole")
+        rows = [header]
+        for leaf in self.leaves:
+            padded = leaf.rest_shape[leaf.dim] if leaf.dim is not None else None
+            rows.append(
+                (
+                    leaf.path or "(root)",
+                    str(leaf.shape),
+                    str(leaf.dtype),
+                    "-" if leaf.dim is None else str(leaf.dim),
+                    str(padded) if leaf.dim is not None and padded != leaf.shape[leaf.dim] else "-",
+                    f"{leaf.rest_bytes:,}",
+                    leaf.reason,
+                )
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+        total = (
+            f"{len(self.leaves)} leaves over {self.num_shards} shards: {self.rest_bytes:,} bytes per device"
+        )
+        others = {name for leaf in self.leaves for entry in leaf.model_spec for name in _axis_names(entry)}
+        if others:
+            total += f", before the leaves that also lie on {', '.join(sorted(others))} are cut over it"
+        return "\n".join([*lines, total])
+
+    __str__ = table
+
+
+def padded_size(size: int, num_shards: int) -> int:
+    """The smallest multiple of `num_shards` that is at least `size`."""
+    return -(-size // num_shards) * num_shards
+
+
+def make_shard_plan(
+    shapes: PyTree,
+    num_shards: int,
+    *,
+    layer_dims: PyTree | None = None,
+    param_specs: PyTree | None = None,
+    whole: str = "",
+    axis_name: AxisName = DATA_AXIS,
+) -> ShardPlan:
+    """Decide for every leaf which dim is sharded, or why none is.
+
+    Args:
+      shapes: tree of anything with `shape` and `dtype`.
+      num_shards: N, any positive number.
+      layer_dims: number of leading layer dims per leaf, an int for all or a tree of ints; None means 0.
+      param_specs: a PartitionSpec (or None) per leaf for the other mesh axes, as for `jax.jit`.
+      whole: if not empty, no leaf is sharded, and this is the reason given.
+      axis_name: mesh axis of size N, or several axes of that size together.
+
+    Example:
+      >>> plan = make_shard_plan({"w": jax.ShapeDtypeStruct((1305, 64), jnp.float32)}, 8)
+      >>> plan.leaves[0].dim, plan.leaves[0].rest_shape
+      (1, (1305, 64))
+    """
+    flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+    depth: Sequence[int] = [0] * len(flat)
+    if layer_dims is not None:
+        depth = [layer_dims] * len(flat) if isinstance(layer_dims, int) else jax.tree.leaves(layer_dims)
+    specs: Sequence[Any] = [None] * len(flat)
+    if param_specs is not None:
+        is_spec = lambda x: x is None or isinstance(x, P)
+        named = jax.tree.map(lambda x: 0 if is_spec(x) else x, param_specs, is_leaf=is_spec)
+        check_same_structure(shapes, named, "the parameters", "`param_specs`")
+        specs = jax.tree.leaves(param_specs, is_leaf=is_spec)
+    leaves = tuple(
+        _plan_leaf(path_string(path), x.shape, x.dtype, num_shards, int(d), spec, whole, axis_name)
+        for (path, x), d, spec in zip(flat, depth, specs, strict=True)
+    )
+    return ShardPlan(leaves, treedef, num_shards, axis_name, whole)
+
+
+def _plan_leaf(
+    path: str,
+    shape: tuple[int, ...],
+    dtype: Any,
+    num_shards: int,
+    layer_dims: int,
+    spec: P | None,
+    whole: str,
+    axis_name: AxisName,
+) -> LeafPlan:
+    model_spec = _full_spec(path, shape, spec, axis_name)
+    layer_dims = min(layer_dims, len(shape))
+    free = [i for i in range(layer_dims, len(shape)) if model_spec[i] is None and shape[i] > 1]
+    size = math.prod(shape)
+    if num_shards == 1:
+        reason = "one shard"
+    elif size == 0:
+        reason = "no elements"
+    elif whole:
+        reason = whole
+    elif not shape:
+        reason = "scalar"
+    elif jnp.issubdtype(dtype, jax.dtypes.extended):
+        reason = "random keys"  # cannot be padded, and are few
+    elif size < num_shards:
+        reason = f"{size} elements, fewer than {num_shards} shards"
+    elif not free and layer_dims == len(shape):
+        reason = "one number per layer"
+    elif not free:
+        reason = "every dim is held by another mesh axis"
+    else:
+        reason = ""
+    dim = None if reason else min(free, key=lambda i: padded_size(shape[i], num_shards) / shape[i])
+    return LeafPlan(path, tuple(shape), _dtype(dtype), num_shards, dim, reason, layer_dims, model_spec)
+
+
+def _full_spec(path: str, shape: tuple[int, ...], spec: P | None, axis_name: AxisName) -> Placement:
+    entries = tuple(spec) if spec is not None else ()
+    if len(entries) > len(shape):
+        raise ValueError(
+            f"reading param_specs for {path!r} of shape {shape}: {spec} has {len(entries)} entries and the leaf has "
+            f"{len(shape)} dims. Give at most one entry per dim."
+        )
+    taken = [name for entry in entries for name in _axis_names(entry) if name in _axis_names(axis_name)]
+    if taken:
+        raise ValueError(
+            f"reading param_specs for {path!r}: {spec} names the axis {taken[0]!r}, which the shard plan decides "
+            f"about. Name only the other mesh axes (tensor parallelism)."
+        )
+    return (*entries, *[None] * (len(shape) - len(entries)))
+
+
+def check_model_axes(plan: ShardPlan, mesh: Mesh, taken: Sequence[str] = ()) -> None:
+    """Raise a ValueError for model specs that name an unknown or a `taken` axis, or a dim that does not divide."""
+    for leaf in plan.leaves:
+        for size, entry in zip(leaf.shape, leaf.model_spec, strict=True):
+            names = _axis_names(entry)
+            if not set(taken).isdisjoint(names):
+                raise ValueError(
+                    f"placing {leaf.path!r} of shape {leaf.shape} by {P(*leaf.model_spec)}: the axes {list(taken)} "
+                    f"hold different examples. Name only the other mesh axes (tensor parallelism) in param_specs."
+                )
+            unknown = [n for n in names if n not in mesh.shape]
+            if unknown:
+                raise ValueError(
+                    f"placing {leaf.path!r} of shape {leaf.shape} by {P(*leaf.model_spec)}: the mesh has no axis "
+                    f"{unknown[0]!r}, only {dict(mesh.shape)}. Add it in make_mesh, or leave it out of param_specs."
+                )
+            parts = math.prod(mesh.shape[n] for n in names)
+            if size % parts:
+                raise ValueError(
+                    f"placing {leaf.path!r} of shape {leaf.shape} by {P(*leaf.model_spec)}: a dim of {size} does not "
+                    f"divide into {parts} parts. Choose another dim, or leave this leaf out of param_specs."
+                )
+
+
+def guess_layer_dims(shapes: PyTree) -> PyTree:
+    """The number of leading layer dims per leaf, guessed from the tree: 1 inside a stack, else 0.
+
+    A stack is the largest subtree of at least two leaves that all have two dims or more and the same leading
+    size, as `nn.scan`, `nnx.scan` and `jax.vmap(init)` make them. A wrong guess costs no correctness and no
+    memory: the leaf is only sharded on another dim. Where the batch is known, `layer_dims_of_loss` reads the truth.
+    """
+    flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+    groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+    keys = [tuple(str(k) for k in path) for path, _ in flat]
+    for key, (_, leaf) in zip(keys, flat, strict=True):
+        for depth in range(len(key) + 1):
+            groups.setdefault(key[:depth], []).append(leaf.shape)
+
+    def is_stack(members: list[tuple[int, ...]]) -> bool:
+        same = len({shape[:1] for shape in members}) == 1
+        return len(members) > 1 and same and all(len(shape) > 1 for shape in members)
+
+    stacks = {key for key, members in groups.items() if is_stack(members)}
+    return jax.tree.unflatten(
+        treedef, [int(any(key[:d] in stacks for d in range(len(key) + 1))) for key in keys]
+    )
+
+
+def plan_like(shapes: PyTree, params: ShardPlan) -> ShardPlan:
+    """The plan of a tree that holds copies of the parameters among other things, such as an optimizer state.
+
+    Derived from each leaf's own shape: a leaf whose path ends in a parameter's path and has its shape rests as
+    that parameter does, so that elementwise work needs no communication; with another shape (a factored moment)
+    it gets a plan of its own, keeping the parameter's layer dims. Works for any optax state.
+    """
+    by_path = {leaf.path: leaf for leaf in params.leaves}
+
+    def plan_one(path: Any, x: Any) -> LeafPlan:
+        name = path_string(path)
+        param = _longest_suffix(name, by_path)
+        if param is not None and param.shape == tuple(x.shape):
+            return dataclasses.replace(param, path=name, dtype=_dtype(x.dtype))
+        layer_dims = param.layer_dims if param is not None and len(x.shape) > param.layer_dims else 0
+        return _plan_leaf(
+            name, x.shape, x.dtype, params.num_shards, layer_dims, None, params.whole, params.axis_name
+        )
+
+    flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+    leaves = tuple(plan_one(path, x) for path, x in flat)
+    return ShardPlan(leaves, treedef, params.num_shards, params.axis_name, params.whole)
+
+
+def _longest_suffix(name: str, by_path: Mapping[str, LeafPlan]) -> LeafPlan | None:
+    parts = name.split("/")
+    for start in range(len(parts) + 1):
+        candidate = "/".join(parts[start:])
+        if candidate in by_path:
+            return by_path[candidate]
+    return None
+
+
+def _dtype(dtype: Any) -> Any:
+    return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
+
+
+def _axis_names(entry: Any) -> tuple[str, ...]:
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
+def _trimmed(entries: Sequence[Any]) -> P:
+    while entries and entries[-1] is None:
+        entries = entries[:-1]
+    return P(*entries)

@@ -1,0 +1,207 @@
+"""The state between steps, where each leaf of it rests, and how it comes to rest there without a whole copy.
+
+Per device and parameter, with Adam: 12/N bytes (fp32 master, two moments), nothing else. ZeRO, arXiv:1910.02054,
+section 5.1; the 16-bit parameters and the gradients of that formula exist only during a step.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from zero2jax.base.mesh import DataAxes, axis_size, replicated
+from zero2jax.base.pytrees import LeafPredicate, PyTree, path_string, select_leaves
+from zero2jax.base.transformation import refuse_multi_steps
+from zero2jax.zero import padding
+from zero2jax.zero.precision import master_dtype
+from zero2jax.zero.shard_plan import LeafPlan, ShardPlan, check_model_axes, make_shard_plan, plan_like
+
+
+class TrainState(NamedTuple):
+    """What is kept between steps; every leaf a global array on the engine's mesh.
+
+    Fields:
+      step: int32 scalar, number of steps taken; replicated.
+      params: fp32 masters of the trainable leaves and the frozen leaves as given, in the structure of the
+        parameters; padded and sharded as the layout's plan says.
+      opt_state: state of the optax transformation, each leaf padded and sharded by its own shape.
+      rng: raw key data (uint32) from which every step's keys are derived; replicated.
+    """
+
+    step: jax.Array
+    params: PyTree
+    opt_state: PyTree
+    rng: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the state rests, decided from the parameters' shapes.
+
+    Attributes:
+      params: shard plan of the parameters, at the dtypes they rest in.
+      opt_state: shard plan of the optimizer state.
+      trainable: per parameter leaf, whether it is trained.
+    """
+
+    params: ShardPlan
+    opt_state: ShardPlan
+    trainable: tuple[bool, ...]
+
+    def trained(self, params: PyTree) -> PyTree:
+        """The parameters as the optimizer sees them: frozen leaves become `optax.MaskedNode()`."""
+        return select(params, self.trainable)
+
+    def abstract_state(self, mesh: Mesh) -> TrainState:
+        """Shapes, dtypes and shardings of the state."""
+        whole = replicated(mesh)
+        key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        return TrainState(
+            step=jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),  # type: ignore[arg-type]
+            params=self.params.rest_shapes(mesh),
+            opt_state=self.opt_state.rest_shapes(mesh),
+            rng=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole),  # type: ignore[arg-type]
+        )
+
+
+def make_layout(
+    shapes: PyTree,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    axes: DataAxes,
+    whole: str,
+    layer_dims: PyTree,
+    trainable: PyTree | LeafPredicate | None,
+    param_specs: PyTree | None,
+) -> Layout:
+    """Plan parameters and optimizer state.
+
+    Args:
+      shapes: tree of parameter shapes and dtypes, as the user gives them.
+      tx: optimizer; its state is planned from `tx.init`'s output shapes.
+      mesh: device mesh.
+      axes: the data axes of the mesh.
+      whole: reason why nothing is sharded, or empty.
+      layer_dims: leading layer dims per leaf.
+      trainable: tree of booleans or predicate; None means every leaf.
+      param_specs: PartitionSpecs of the other axes.
+
+    Raises:
+      ValueError: a trainable leaf is not floating; a tree has another structure; a spec does not fit the mesh.
+    """
+    flags = tuple(select_leaves(shapes, trainable, default=True, name="trainable"))
+    _check_floating(shapes, flags)
+    leaves, treedef = jax.tree.flatten(shapes)
+    rest = jax.tree.unflatten(
+        treedef,
+        [
+            jax.ShapeDtypeStruct(x.shape, master_dtype(x.dtype)) if t else x
+            for x, t in zip(leaves, flags, strict=True)
+        ],
+    )
+    plan = make_shard_plan(
+        rest,
+        axis_size(mesh, axes.rest),
+        layer_dims=layer_dims,
+        param_specs=param_specs,
+        whole=whole,
+        axis_name=axes.rest,
+    )
+    check_model_axes(plan, mesh, axes.names)
+    opt_shapes = jax.eval_shape(tx.init, select(rest, flags))
+    refuse_multi_steps(opt_shapes)
+    return Layout(plan, plan_like(opt_shapes, plan), flags)
+
+
+def select(params: PyTree, trainable: tuple[bool, ...]) -> PyTree:
+    """`params` with `optax.MaskedNode()` in the place of each frozen leaf, as `optax.masked` does it."""
+    leaves, treedef = jax.tree.flatten(params)
+    return jax.tree.unflatten(
+        treedef, [x if t else optax.MaskedNode() for x, t in zip(leaves, trainable, strict=True)]
+    )
+
+
+def merge(trained: PyTree, params: PyTree, trainable: tuple[bool, ...]) -> PyTree:
+    """`params` with its trainable leaves taken from `trained`, a tree as `select` makes it."""
+    leaves, treedef = jax.tree.flatten(params)
+    new = iter(jax.tree.leaves(trained))
+    return jax.tree.unflatten(
+        treedef, [next(new) if t else x for x, t in zip(leaves, trainable, strict=True)]
+    )
+
+
+def _check_floating(shapes: PyTree, trainable: tuple[bool, ...]) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    wrong = [
+        f"{path_string(path)!r} ({x.dtype}{list(x.shape)})"
+        for (path, x), t in zip(leaves, trainable, strict=True)
+        if t and not jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ValueError(
+            f"planning the state: trainable parameters that are not floating: {', '.join(wrong[:5])}{more}. Only "
+            f"floating leaves have gradients. Freeze these with trainable=, a tree of booleans or a predicate "
+            f"(path, leaf) -> bool."
+        )
+
+
+def place_params(params: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
+    """Whole parameters -> padded shards, a leaf at a time and from host memory slice by slice."""
+
+    def one(leaf: LeafPlan, x: Any) -> jax.Array:
+        sharding = jax.sharding.NamedSharding(mesh, leaf.spec(plan.axis_name))
+        if isinstance(x, jax.Array) and not (x.is_fully_addressable and _is_numeric(x)):
+            single = jax.jit(lambda x: _padded(leaf, x.astype(leaf.dtype)), out_shardings=sharding)
+            return single(x)
+        host = np.asarray(x)
+        return jax.make_array_from_callback(
+            leaf.rest_shape, sharding, lambda index: _slice(leaf, host, index or ())
+        )
+
+    return plan.map(one, params)
+
+
+def _is_numeric(x: jax.Array) -> bool:
+    return not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def _padded(leaf: LeafPlan, x: jax.Array) -> jax.Array:
+    if leaf.rest_shape == leaf.shape:
+        return x
+    return jnp.pad(x, [(0, rest - true) for rest, true in zip(leaf.rest_shape, leaf.shape, strict=True)])
+
+
+def _slice(leaf: LeafPlan, host: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+    """One shard of a padded leaf, a fresh copy: the state is donated, and the caller's array must not be."""
+    starts_stops = [s.indices(size)[:2] for s, size in zip(index, leaf.rest_shape, strict=True)]
+    shard = np.zeros([stop - start for start, stop in starts_stops], leaf.dtype)
+    part = host[index]
+    shard[tuple(slice(0, size) for size in part.shape)] = part
+    return shard
+
+
+def make_params(make: Callable[[], PyTree], plan: ShardPlan, mesh: Mesh) -> PyTree:
+    """Run a function that makes whole parameters so that each device makes its own shards."""
+
+    def build() -> PyTree:
+        cast = lambda leaf, x: jnp.asarray(x).astype(leaf.dtype) if leaf.dtype != jnp.result_type(x) else x
+        return padding.pad(plan.map(cast, make()), plan, mesh)
+
+    return jax.jit(build, out_shardings=plan.shardings(mesh))()
+
+
+def make_opt_state(tx: optax.GradientTransformation, params: PyTree, layout: Layout, mesh: Mesh) -> PyTree:
+    """The optimizer's initial state in its shards, from parameters in theirs."""
+
+    def build(params: PyTree) -> PyTree:
+        opt_state = tx.init(layout.trained(padding.cut(params, layout.params, mesh)))
+        return padding.pad(opt_state, layout.opt_state, mesh)
+
+    return jax.jit(build, out_shardings=layout.opt_state.shardings(mesh))(params)
