@@ -3,8 +3,7 @@
 from zero2jax.activations.layers import ActivationSettings, remat_layers
 from zero2jax.activations.policies import remat_policy
 from zero2jax.activations.remat import layer, remat
-from zero2jax.base.batch_order import BatchOrder
-from zero2jax.base.batches import global_batch, local_rows
+from zero2jax.base.batches import BatchOrder, global_batch, local_rows
 from zero2jax.base.mesh import make_mesh
 from zero2jax.checkpoints.checkpointer import Checkpointer
 from zero2jax.checkpoints.export import export_checkpoint, load_exported
@@ -22,9 +21,10 @@ from zero2jax.engine import Engine
 from zero2jax.planning.estimate import Estimate, estimate
 from zero2jax.planning.planner import Program, plan
 from zero2jax.planning.report import PlanReport
+from zero2jax.processes.agreement import expect_same
 from zero2jax.processes.preemption import PREEMPTED_EXIT_CODE, Preemption
 from zero2jax.processes.roll_call import StartError
-from zero2jax.processes.start import Startup, expect_same, init_distributed
+from zero2jax.processes.start import Startup, init_distributed
 from zero2jax.processes.step_clock import StepClock, StepTimes
 from zero2jax.programs.audit import Audit, assert_collectives, audit
 from zero2jax.programs.memory import MemoryReport, live_bytes

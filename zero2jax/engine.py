@@ -198,11 +198,11 @@ class Engine:
         if is_function(params):
             make = functools.partial(params, *args)
             abstract = self.abstract_state(jax.eval_shape(make), batch=batch)
-            expect_same_start(self._settings(), self.precision, self.layout, self.mesh, args)
+            expect_same_start(self._settings(), self.mesh, args)
             rest = make_params(make, self.layout.params, self.mesh)
         else:
             abstract = self.abstract_state(params, batch=batch)
-            expect_same_start(self._settings(), self.precision, self.layout, self.mesh, params)
+            expect_same_start(self._settings(), self.mesh, params)
             rest = place_params(params, self.layout.params, self.mesh)
         opt_state = make_opt_state(self._tx, rest, self.layout, self.mesh)
         first = lambda: (jnp.zeros((), jnp.int32), jax.random.key_data(jax.random.key(self.seed)))
@@ -353,6 +353,11 @@ class Engine:
             "clip_norm": None if self._clip_norm is None else float(self._clip_norm),
             "reduction": self._reduction,
             "data axes": self.axes,
+            "precision": self.precision.names,
+            "names, shapes, dtypes and trainable of the parameters": [
+                [leaf.path, list(leaf.shape), jnp.dtype(leaf.dtype).name, trainable]
+                for leaf, trainable in zip(self.layout.params.leaves, self.layout.trainable, strict=True)
+            ],
         }
 
     def _make_layout(self, shapes: PyTree, layer_dims: PyTree) -> Layout:

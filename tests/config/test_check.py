@@ -7,8 +7,9 @@ import sys
 import pytest
 from rich.console import Console
 
+from zero2jax.cli.check import print_report
 from zero2jax.cli.main import main
-from zero2jax.config.check import check_config, print_report
+from zero2jax.config.check import check_config
 from zero2jax.config.keys import KEYS
 from zero2jax.config.reading import ConfigError, read_config
 

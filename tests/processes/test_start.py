@@ -14,15 +14,10 @@ from spawn import environment, launch, results, write_program
 import zero2jax
 from zero2jax.launching.local import free_port
 from zero2jax.processes import roll_call
-from zero2jax.processes.cluster_env import (
-    find_settings,
-    first_slurm_host,
-    grpc_proxy,
-    is_loopback,
-    split_address,
-)
+from zero2jax.processes.addresses import grpc_proxy, is_loopback, split_address
+from zero2jax.processes.agreement import _text
+from zero2jax.processes.cluster_env import find_settings, first_slurm_host
 from zero2jax.processes.roll_call import Entry, StartError, call_roll
-from zero2jax.processes.start import _text
 
 SLURM = {
     "SLURM_JOB_ID": "4100",

@@ -10,13 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zero2jax
-from zero2jax.zero.shard_plan import (
-    check_model_axes,
-    guess_layer_dims,
-    make_shard_plan,
-    padded_size,
-    plan_like,
-)
+from zero2jax.base.mesh import padded_size
+from zero2jax.zero.shard_plan import check_model_axes, guess_layer_dims, make_shard_plan, plan_like
 
 SHARDS = [1, 2, 3, 5, 8, 25, 400]
 

@@ -33,7 +33,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from zero2jax.activations.policies import Either, Policy, TensorPolicy
-from zero2jax.zero.shard_plan import padded_size
+from zero2jax.base.mesh import padded_size
 
 BOUNDARY = "zero2jax_boundary"
 """Tensor name of what is saved at a boundary."""

@@ -145,3 +145,8 @@ def check_mesh(mesh: Mesh, axis_name: str = DATA_AXIS) -> int:
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of a value that every device holds whole."""
     return NamedSharding(mesh, P())
+
+
+def padded_size(size: int, num_shards: int) -> int:
+    """The smallest multiple of `num_shards` that is at least `size`."""
+    return -(-size // num_shards) * num_shards

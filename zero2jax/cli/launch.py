@@ -10,12 +10,13 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from zero2jax.cli.plan import UsageError
+from zero2jax.cli.usage import UsageError
 from zero2jax.launching.hostfile import filter_hosts, parse_hostfile
 from zero2jax.launching.hosts import Hosts, divide, run_on_hosts
 from zero2jax.launching.local import Launch, check_counts, find_platform, run_launch, say
 from zero2jax.launching.scripts import Job, jobset_manifest, mpi_command, slurm_script
-from zero2jax.processes.cluster_env import RESTARTS, is_loopback
+from zero2jax.processes.addresses import is_loopback
+from zero2jax.processes.cluster_env import RESTARTS
 
 _PRINTED = {"slurm": slurm_script, "mpi": mpi_command, "k8s": jobset_manifest}
 

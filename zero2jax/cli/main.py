@@ -13,10 +13,10 @@ import tyro
 from zero2jax.activations.policies import known_words, nearest
 from zero2jax.checkpoints.export import export_checkpoint, parse_bytes
 from zero2jax.checkpoints.format import CheckpointError
+from zero2jax.cli.check import print_report
 from zero2jax.cli.info import environment_report, print_environment
 from zero2jax.cli.launch import launch, split_script
 from zero2jax.cli.plan import (
-    UsageError,
     load_function,
     parse_axes,
     parse_vary,
@@ -25,7 +25,8 @@ from zero2jax.cli.plan import (
     run_search,
     set_up_jax,
 )
-from zero2jax.config.check import check_config, print_report
+from zero2jax.cli.usage import UsageError
+from zero2jax.config.check import check_config
 from zero2jax.config.reading import ConfigError, read_config
 from zero2jax.planning.estimate import STAGES, largest_model
 from zero2jax.planning.estimate import estimate as estimate_bytes

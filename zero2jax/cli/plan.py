@@ -22,14 +22,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from zero2jax.base.mesh import DATA_AXIS, REPLICA_AXIS
+from zero2jax.cli.usage import UsageError
 from zero2jax.config.reading import Source
 from zero2jax.planning.planner import PlanSettings, Program, compile_plan, lower_plan, prepare_plan
 from zero2jax.planning.policy_table import POLICIES, tabulate_policies
 from zero2jax.planning.search import MICROBATCHES, STAGE, SearchReport, search_plans
-
-
-class UsageError(ValueError):
-    """Something on the command line cannot be used; says what, and what can."""
 
 
 def parse_axes(axes: str) -> dict[str, int]:

@@ -1,15 +1,11 @@
 """What `zero2jax check CONFIG` prints: the effective settings, what every key became, what is ignored.
 
-`check_config` is a pure function from a `Config` to a report; `print_report` writes it.
+`check_config` is a pure function from a `Config` to a report; `zero2jax check` prints it.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
-
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from zero2jax.config.compiler_options import compiler_options
 from zero2jax.config.keys import KEYS, Treatment
@@ -19,7 +15,6 @@ from zero2jax.config.values import shown
 
 # Wider than any model: shows the bucket sizes as the file has them.
 _NO_CAP = 1 << 62
-_MIN_WIDTH = 120
 _SHARDED = (
     "nothing",
     "optimizer state",
@@ -143,31 +138,3 @@ def _block(block: Any, otherwise: str) -> str:
     values = {name: value for name, value, default in settings(block.params) if value != default}
     text = ", ".join(f"{name} {shown(value)}" for name, value in values.items())
     return f"{block.type} ({text})" if text else f"{block.type} with its defaults"
-
-
-def print_report(report: CheckReport, console: Console | None = None) -> None:
-    """Write the report as tables and lists."""
-    console = console or Console()
-    # A pipe counts as 80 columns, too few for a key path and its explanation.
-    console.width = max(console.width, _MIN_WIDTH)
-    effective = Table(
-        "setting", "value", title=escape(f"{report.config}: effective settings"), title_justify="left"
-    )
-    for name, value in report.effective.items():
-        effective.add_row(name, escape(value))
-    console.print(effective)
-    keys = Table(title="keys", title_justify="left")
-    keys.add_column("key", no_wrap=True)
-    for name in ("value", "treatment", "what it became"):
-        keys.add_column(name, overflow="fold")
-    for row in report.keys:
-        origin = " (auto)" if row.auto else "" if row.given else " (default)"
-        value = escape(shown(row.value)) + origin
-        keys.add_row(row.key, value, row.treatment, escape(row.becomes))
-    if report.keys:
-        console.print(keys)
-    for title, lines in (("notes", report.notes), ("not yet: initialize refuses", report.not_yet)):
-        if lines:
-            console.print(f"{title}:", style="bold")
-        for line in lines:
-            console.print(f"  - {line}", markup=False, highlight=False)

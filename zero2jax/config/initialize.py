@@ -26,7 +26,7 @@ from zero2jax.config.reading import (
     not_yet,
 )
 from zero2jax.engine import Engine
-from zero2jax.processes.start import expect_same
+from zero2jax.processes.agreement import expect_same
 from zero2jax.zero.precision import Precision
 from zero2jax.zero.shard_plan import ShardPlan
 

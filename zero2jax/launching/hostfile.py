@@ -10,7 +10,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-DEFAULT_PORT = 29500  # DeepSpeed's
 # What every host should see as this one does. DeepSpeed forwards NCCL, PYTHON, MV2, UCX and MLFLOW.
 _FORWARDED = ("FI_", "GLOO_", "JAX_", "MLFLOW", "NCCL", "OMP_", "PYTHON", "UCX", "XLA_")
 _ENVIRONMENT_FILE = ".deepspeed_env"

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from zero2jax.launching.hostfile import DEFAULT_PORT, forwarded_environment, ssh_command
+from zero2jax.launching.hostfile import forwarded_environment, ssh_command
 from zero2jax.launching.local import Launch, report_failure, say
 from zero2jax.launching.supervise import Command, run_together
-from zero2jax.processes.cluster_env import RESTARTS, is_loopback, join_address, parse_coordinator
+from zero2jax.processes.addresses import DEFAULT_PORT, is_loopback, join_address, parse_coordinator
+from zero2jax.processes.cluster_env import RESTARTS
 
 Hosts = Mapping[str, tuple[int, ...]]
 

@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero2jax.launching.hostfile import DEFAULT_PORT
+from zero2jax.processes.addresses import DEFAULT_PORT
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,19 @@ hold different ones: they would train on, each with another seed or another lear
 """
 
 import hashlib
+import json
 import re
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from zero2jax.base.pytrees import PyTree, path_string
-from zero2jax.processes.start import expect_all_same
-from zero2jax.zero.precision import Precision
-from zero2jax.zero.state import Layout
 
 _SAMPLED = 1 << 16  # elements compared of a leaf: another seed differs everywhere
 # The address of a Python function that the step calls back (jax.debug.print, say): another in each process.
@@ -29,15 +29,11 @@ def spans_processes(mesh: Mesh) -> bool:
     return 1 < len({device.process_index for device in mesh.devices.flat}) == jax.process_count()
 
 
-def expect_same_start(
-    settings: dict[str, Any], precision: Precision, layout: Layout, mesh: Mesh, values: PyTree
-) -> None:
+def expect_same_start(settings: Mapping[str, Any], mesh: Mesh, values: PyTree) -> None:
     """Refuse to start unless all processes have the same settings, parameters and values to make them from.
 
     Args:
       settings: plain values, by name.
-      precision: dtypes; its predicate shows in the step.
-      layout: where the state rests.
       mesh: device mesh.
       values: parameters, or arguments of the function that makes them. Of a leaf that a process holds by itself a
         sample of the elements is compared; leaves that are no arrays are not.
@@ -47,20 +43,7 @@ def expect_same_start(
     """
     if not spans_processes(mesh):
         return
-    dtypes = (precision.compute_dtype, precision.reduce_dtype, precision.accumulate_dtype)
-    leaves = zip(layout.params.leaves, layout.trainable, strict=True)
-    expect_all_same(
-        {
-            **settings,
-            "mesh": dict(mesh.shape),
-            "precision": [None if dtype is None else jnp.dtype(dtype).name for dtype in dtypes],
-            "names, shapes, dtypes and trainable of the parameters": [
-                [leaf.path, list(leaf.shape), jnp.dtype(leaf.dtype).name, trainable]
-                for leaf, trainable in leaves
-            ],
-            "values of the parameters": digest(values),
-        }
-    )
+    expect_all_same({**settings, "mesh": dict(mesh.shape), "values of the parameters": digest(values)})
 
 
 def expect_same_step(lowered: jax.stages.Lowered) -> None:
@@ -91,3 +74,63 @@ def _own(values: PyTree) -> Iterator[tuple[str, np.ndarray]]:
             x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
         if isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
             yield path_string(path), np.asarray(x)
+
+
+_HOST_BYTES = 64
+
+
+_DIGEST_BYTES = 32
+
+
+def expect_same(name: str, value: Any) -> None:
+    """Refuse to go on unless all processes have the same value. All of them must call it, in the same order.
+
+    Args:
+      name: what it is, for the message.
+      value: plain Python types as in JSON, or whatever has a `repr` that says all: a configuration, a seed.
+
+    Raises:
+      ValueError: some process has another value than process 0; names those processes and their hosts, in all
+        processes alike.
+    """
+    expect_all_same({name: value})
+
+
+def expect_all_same(values: Mapping[str, Any]) -> None:
+    """`expect_same` for several values, by name, at once. All processes must name the same ones, in the same order.
+
+    Raises:
+      ValueError: as `expect_same`; says which values differ, and what they are here.
+    """
+    if jax.process_count() == 1:
+        return
+    texts = {name: _text(value) for name, value in values.items()}
+    digests = [hashlib.sha256(f"{name}\0{text}".encode()).digest() for name, text in texts.items()]
+    host = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
+    row = np.frombuffer(host + b"".join(digests), np.uint8)
+    rows = [bytes(row) for row in np.asarray(multihost_utils.process_allgather(row))]
+    problems = []
+    for k, (name, text) in enumerate(texts.items()):
+        place = slice(_HOST_BYTES + k * _DIGEST_BYTES, _HOST_BYTES + (k + 1) * _DIGEST_BYTES)
+        different = [
+            f"{i} (host {row[:_HOST_BYTES].rstrip(bytes(1)).decode(errors='replace')})"
+            for i, row in enumerate(rows)
+            if row[place] != rows[0][place]
+        ]
+        if different:
+            here = text if len(text) <= 300 else text[:300] + " ..."
+            problems.append(
+                f"comparing {name} over {len(rows)} processes: process {', '.join(different)} has another value than "
+                f"process 0. All must be started alike. In this process ({jax.process_index()}): {here}"
+            )
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _text(value: Any) -> str:
+    """A value as text that is the same for equal values, whatever the order of a mapping's keys."""
+    try:
+        return json.dumps(value, sort_keys=True, default=repr)
+    except TypeError:  # keys of several types
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        return json.dumps(sorted([repr(key), _text(item)] for key, item in items))

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero2jax.processes.cluster_env import is_loopback, split_address
+from zero2jax.processes.addresses import is_loopback, split_address
 
 _MAX_BYTES = 1 << 20
 _RETRY_S = 0.1

@@ -6,26 +6,19 @@ process. Heartbeats are JAX's: when a process dies, its coordination service end
 """
 
 import atexit
-import hashlib
-import json
 import logging
 import os
-import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
-from zero2jax.processes.cluster_env import RESTARTS, Settings, find_settings, is_loopback, split_address
+from zero2jax.processes.addresses import is_loopback, split_address
+from zero2jax.processes.cluster_env import RESTARTS, Settings, find_settings
 from zero2jax.processes.roll_call import Entry, call_roll, code_versions
 
-_HOST_BYTES = 64
-_DIGEST_BYTES = 32
 _logger = logging.getLogger(__name__)
 
 
@@ -163,57 +156,3 @@ def _say(startup: Startup) -> None:
     _logger.info(line)
     if startup.process_index == 0:
         print(line, file=sys.stderr, flush=True)
-
-
-def expect_same(name: str, value: Any) -> None:
-    """Refuse to go on unless all processes have the same value. All of them must call it, in the same order.
-
-    Args:
-      name: what it is, for the message.
-      value: plain Python types as in JSON, or whatever has a `repr` that says all: a configuration, a seed.
-
-    Raises:
-      ValueError: some process has another value than process 0; names those processes and their hosts, in all
-        processes alike.
-    """
-    expect_all_same({name: value})
-
-
-def expect_all_same(values: Mapping[str, Any]) -> None:
-    """`expect_same` for several values, by name, at once. All processes must name the same ones, in the same order.
-
-    Raises:
-      ValueError: as `expect_same`; says which values differ, and what they are here.
-    """
-    if jax.process_count() == 1:
-        return
-    texts = {name: _text(value) for name, value in values.items()}
-    digests = [hashlib.sha256(f"{name}\0{text}".encode()).digest() for name, text in texts.items()]
-    host = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
-    row = np.frombuffer(host + b"".join(digests), np.uint8)
-    rows = [bytes(row) for row in np.asarray(multihost_utils.process_allgather(row))]
-    problems = []
-    for k, (name, text) in enumerate(texts.items()):
-        place = slice(_HOST_BYTES + k * _DIGEST_BYTES, _HOST_BYTES + (k + 1) * _DIGEST_BYTES)
-        different = [
-            f"{i} (host {row[:_HOST_BYTES].rstrip(bytes(1)).decode(errors='replace')})"
-            for i, row in enumerate(rows)
-            if row[place] != rows[0][place]
-        ]
-        if different:
-            here = text if len(text) <= 300 else text[:300] + " ..."
-            problems.append(
-                f"comparing {name} over {len(rows)} processes: process {', '.join(different)} has another value than "
-                f"process 0. All must be started alike. In this process ({jax.process_index()}): {here}"
-            )
-    if problems:
-        raise ValueError("\n".join(problems))
-
-
-def _text(value: Any) -> str:
-    """A value as text that is the same for equal values, whatever the order of a mapping's keys."""
-    try:
-        return json.dumps(value, sort_keys=True, default=repr)
-    except TypeError:  # keys of several types
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        return json.dumps(sorted([repr(key), _text(item)] for key, item in items))

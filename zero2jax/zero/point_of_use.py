@@ -38,8 +38,9 @@ import jax
 import jax.numpy as jnp
 
 from zero2jax.base import jaxprs
+from zero2jax.base.mesh import padded_size
 from zero2jax.zero import exchange
-from zero2jax.zero.shard_plan import LeafPlan, Placement, padded_size
+from zero2jax.zero.shard_plan import LeafPlan, Placement
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,12 @@ class Precision:
     accumulate_dtype: DTypeLike = jnp.float32
     keep_fp32: LeafPredicate | None = None
 
+    @property
+    def names(self) -> list[str | None]:
+        """The three dtypes by name, to compare and to record; the predicate shows in the step alone."""
+        dtypes = (self.compute_dtype, self.reduce_dtype, self.accumulate_dtype)
+        return [None if dtype is None else jnp.dtype(dtype).name for dtype in dtypes]
+
     def compute(self, leaf: LeafPlan) -> Any:
         """The dtype in which the loss sees a trainable leaf."""
         if self.keep_fp32 is not None and self.keep_fp32(leaf.path, leaf):

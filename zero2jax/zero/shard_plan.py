@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero2jax.base.mesh import DATA_AXIS, AxisName
+from zero2jax.base.mesh import DATA_AXIS, AxisName, padded_size
 from zero2jax.base.pytrees import PyTree, check_same_structure, path_string
 
 Placement = tuple[Any, ...]  # one PartitionSpec entry per dim: None, an axis name or a tuple of axis names
@@ -162,11 +162,6 @@ class ShardPlan:
         return "\n".join([*lines, total])
 
     __str__ = table
-
-
-def padded_size(size: int, num_shards: int) -> int:
-    """The smallest multiple of `num_shards` that is at least `size`."""
-    return -(-size // num_shards) * num_shards
 
 
 def make_shard_plan(

@@ -1,0 +1,38 @@
+"""`zero2jax check` as tables."""
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from zero2jax.config.check import CheckReport
+from zero2jax.config.values import shown
+
+_MIN_WIDTH = 120
+
+
+def print_report(report: CheckReport, console: Console | None = None) -> None:
+    """Write the report as tables and lists."""
+    console = console or Console()
+    # A pipe counts as 80 columns, too few for a key path and its explanation.
+    console.width = max(console.width, _MIN_WIDTH)
+    effective = Table(
+        "setting", "value", title=escape(f"{report.config}: effective settings"), title_justify="left"
+    )
+    for name, value in report.effective.items():
+        effective.add_row(name, escape(value))
+    console.print(effective)
+    keys = Table(title="keys", title_justify="left")
+    keys.add_column("key", no_wrap=True)
+    for name in ("value", "treatment", "what it became"):
+        keys.add_column(name, overflow="fold")
+    for row in report.keys:
+        origin = " (auto)" if row.auto else "" if row.given else " (default)"
+        value = escape(shown(row.value)) + origin
+        keys.add_row(row.key, value, row.treatment, escape(row.becomes))
+    if report.keys:
+        console.print(keys)
+    for title, lines in (("notes", report.notes), ("not yet: initialize refuses", report.not_yet)):
+        if lines:
+            console.print(f"{title}:", style="bold")
+        for line in lines:
+            console.print(f"  - {line}", markup=False, highlight=False)
