@@ -20,13 +20,14 @@ from zero2jax.activations.profile import ActivationProfile, profile_segments
 from zero2jax.base import losses
 from zero2jax.base.batches import abstract_batch, check_batch, place_batch
 from zero2jax.base.losses import Loss, LossFn
-from zero2jax.base.mesh import DATA_AXIS, axis_size, data_axes, replicated
+from zero2jax.base.mesh import DATA_AXIS, DataAxes, axis_size, data_axes, replicated
 from zero2jax.base.pytrees import LeafPredicate, PyTree, is_function, shapes_of
 from zero2jax.base.transformation import checked_transformation
 from zero2jax.processes.agreement import expect_same_start, expect_same_step, spans_processes
 from zero2jax.programs.memory import MemoryReport, measure_memory
 from zero2jax.zero.gradients import GradientSettings
 from zero2jax.zero.precision import Precision
+from zero2jax.zero.settings import StepSettings
 from zero2jax.zero.shard_plan import ShardPlan, guess_layer_dims
 from zero2jax.zero.state import (
     Layout,
@@ -106,23 +107,22 @@ class Engine:
         activations: ActivationSettings | None = None,
         compiler_options: Mapping[str, Any] | Callable[[ShardPlan], Mapping[str, Any]] | None = None,
     ):
-        _check_settings(stage, num_microbatches, gather, reduction)
         self.loss_fn = loss_fn
         self.mesh = mesh
-        self.stage = stage
-        if shard_over_replicas and stage == 0:
-            raise ValueError(
-                "building the engine: shard_over_replicas at stage 0, which keeps the state whole. Use a "
-                "stage from 1 up, or leave it out."
-            )
-        self.axes = data_axes(mesh, axis_name, rest_over_replicas=shard_over_replicas)
+        self.settings = StepSettings(
+            stage=stage,
+            num_microbatches=num_microbatches,
+            batch_size=batch_size,
+            precision=precision or Precision(),
+            clip_norm=clip_norm,
+            reduction=reduction,
+            skip_nonfinite=skip_nonfinite,
+            gather=gather,
+            seed=seed,
+            axes=data_axes(mesh, axis_name, rest_over_replicas=shard_over_replicas),
+        )
         self.num_shards = axis_size(mesh, self.axes.rest)
         self.num_batch_shards = axis_size(mesh, self.axes.batch)
-        self.num_microbatches = num_microbatches
-        self.batch_size = batch_size
-        self.precision = precision or Precision()
-        self.seed = seed
-        self.axis_name = axis_name
         self.config: Mapping[str, Any] | None = None  # the configuration it was made from, for the record
         self.activations = activations
         # made once: it says what it has to say once
@@ -132,17 +132,38 @@ class Engine:
             else remat_layers(losses.normalized(loss_fn), activations, mesh, data_axes=self.axes.names)
         )
         self._tx = checked_transformation(tx)
-        self._clip_norm = clip_norm
-        self._reduction = reduction
-        self._skip_nonfinite = skip_nonfinite
         self._trainable = trainable
         self._param_specs = param_specs
         self._layer_dims = layer_dims
-        self._gather_once = gather == "once" or (gather == "auto" and stage == 2 and num_microbatches > 1)
         self._compiler_options = compiler_options
         self._layout: Layout | None = None
         self._jitted: dict[str, Any] = {}
         self._evaluations: dict[int, tuple[LossFn, Any]] = {}  # by identity: a loss may be unhashable
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage, 0 to 3."""
+        return self.settings.stage
+
+    @property
+    def num_microbatches(self) -> int:
+        """Into how many slices a step's batch is cut on each device."""
+        return self.settings.num_microbatches
+
+    @property
+    def batch_size(self) -> int | None:
+        """Examples of every batch over all devices; None takes it from the data."""
+        return self.settings.batch_size
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes of a step."""
+        return self.settings.precision
+
+    @property
+    def axes(self) -> DataAxes:
+        """The mesh axes that hold different examples."""
+        return self.settings.axes
 
     @property
     def layout(self) -> Layout:
@@ -198,14 +219,14 @@ class Engine:
         if is_function(params):
             make = functools.partial(params, *args)
             abstract = self.abstract_state(jax.eval_shape(make), batch=batch)
-            expect_same_start(self._settings(), self.mesh, args)
+            expect_same_start(self._start(), self.mesh, args)
             rest = make_params(make, self.layout.params, self.mesh)
         else:
             abstract = self.abstract_state(params, batch=batch)
-            expect_same_start(self._settings(), self.mesh, params)
+            expect_same_start(self._start(), self.mesh, params)
             rest = place_params(params, self.layout.params, self.mesh)
         opt_state = make_opt_state(self._tx, rest, self.layout, self.mesh)
-        first = lambda: (jnp.zeros((), jnp.int32), jax.random.key_data(jax.random.key(self.seed)))
+        first = lambda: (jnp.zeros((), jnp.int32), jax.random.key_data(jax.random.key(self.settings.seed)))
         step, rng = jax.jit(first, out_shardings=(abstract.step.sharding, abstract.rng.sharding))()
         return TrainState(step, rest, opt_state, rng)
 
@@ -343,20 +364,13 @@ class Engine:
             )
         return self._jitted["step"]
 
-    def _settings(self) -> dict[str, Any]:
+    def _start(self) -> dict[str, Any]:
         """What every process must have been given alike, as plain values."""
+        leaves = zip(self.layout.params.leaves, self.layout.trainable, strict=True)
         return {
-            "seed": self.seed,
-            "stage": self.stage,
-            "num_microbatches": self.num_microbatches,
-            "batch_size": self.batch_size,
-            "clip_norm": None if self._clip_norm is None else float(self._clip_norm),
-            "reduction": self._reduction,
-            "data axes": self.axes,
-            "precision": self.precision.names,
+            **self.settings.plain,
             "names, shapes, dtypes and trainable of the parameters": [
-                [leaf.path, list(leaf.shape), jnp.dtype(leaf.dtype).name, trainable]
-                for leaf, trainable in zip(self.layout.params.leaves, self.layout.trainable, strict=True)
+                [leaf.path, list(leaf.shape), str(leaf.dtype), trainable] for leaf, trainable in leaves
             ],
         }
 
@@ -373,38 +387,10 @@ class Engine:
         )
 
     def _program(self, layout: Layout, loss: Loss | None = None) -> StepProgram:
-        settings = GradientSettings(
-            layout.params,
-            layout.trainable,
-            self.stage,
-            self.num_microbatches,
-            self._gather_once,
-            self.precision,
-            self.axes,
-        )
         return StepProgram(
             loss or self._saving_loss or losses.normalized(self.loss_fn),
             self._tx,
             self.mesh,
             layout,
-            settings,
-            clip_norm=self._clip_norm,
-            sum_over_devices=self._reduction == "sum",
-            skip_nonfinite=self._skip_nonfinite,
-        )
-
-
-def _check_settings(stage: Any, num_microbatches: Any, gather: str, reduction: str) -> None:
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"building the engine: stage is {stage!r}; ZeRO has the stages 0, 1, 2 and 3.")
-    if not isinstance(num_microbatches, int) or num_microbatches < 1:
-        raise ValueError(
-            f"building the engine: num_microbatches is {num_microbatches!r}; it must be a whole number of at least 1."
-        )
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"building the engine: reduction is {reduction!r}; it is 'mean' or 'sum'.")
-    if gather not in ("auto", "use", "once") or (gather == "once" and stage != 2):
-        raise ValueError(
-            f"building the engine: gather is {gather!r} at stage {stage}. It is 'auto', 'use' or 'once', and only "
-            f"stage 2 has the choice: stages 0 and 1 gather once, stage 3 at each use."
+            GradientSettings(layout.params, layout.trainable, self.settings),
         )

@@ -22,6 +22,7 @@ from zero2jax.base import jaxprs, losses
 from zero2jax.zero import gradients, point_of_use
 from zero2jax.zero.gradients import GradientSettings
 from zero2jax.zero.point_of_use import scan_depths
+from zero2jax.zero.settings import StepSettings
 
 NUM_SHARDS = 3
 ATOL, ATOL_FP16 = 4e-6, 2e-4
@@ -45,7 +46,9 @@ def settings_of(loss, params, stage, gather_once, num_shards=NUM_SHARDS):
     depths = jax.tree.unflatten(jax.tree.structure(params), scan_depths(jaxpr, len(jax.tree.leaves(params))))
     plan = zero2jax.make_shard_plan(params, num_shards, layer_dims=depths)
     trainable = tuple(bool(jnp.issubdtype(leaf.dtype, jnp.floating)) for leaf in plan.leaves)
-    return GradientSettings(plan, trainable, stage, 1, gather_once, FP32)
+    return GradientSettings(
+        plan, trainable, StepSettings(stage=stage, gather="once" if gather_once else "use", precision=FP32)
+    )
 
 
 def sharded_gradients(loss, params, x, settings):
@@ -207,7 +210,7 @@ def test_a_stack_sharded_on_the_scanned_dim_is_gathered_whole_with_a_warning():
     loss, params = CASES["scan"]
     plan = zero2jax.make_shard_plan(params, 2)  # layer_dims unknown: 4 layers divide by 2, and 5 does not
     assert plan.leaves[0].dim == 0
-    settings = GradientSettings(plan, (True,), 2, 1, False, FP32)
+    settings = GradientSettings(plan, (True,), StepSettings(gather="use", precision=FP32))
     with pytest.warns(UserWarning, match="'stack' is scanned over, and its shards do not hold whole layers"):
         grads, _ = sharded_gradients(loss, params, X, settings)
     exact = jax.grad(loss)(params, X)["stack"]
@@ -258,7 +261,11 @@ def test_gradients_are_reduced_in_the_dtype_of_the_port(mode):
     for reduce_dtype, expected in ((None, jnp.bfloat16), (jnp.float32, jnp.float32)):
         settings = settings_of(loss, params, stage, once)
         precision = zero2jax.Precision(reduce_dtype=reduce_dtype)
-        settings = GradientSettings(settings.plan, settings.trainable, stage, 1, once, precision)
+        settings = GradientSettings(
+            settings.plan,
+            settings.trainable,
+            StepSettings(stage=stage, gather="once" if once else "use", precision=precision),
+        )
         batch = jnp.asarray(X, jnp.bfloat16)
         found = count_primitives(
             jax.make_jaxpr(lambda p, x, s=settings: sharded_gradients(loss, p, x, s))(params, batch)

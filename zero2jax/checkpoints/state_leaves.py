@@ -183,11 +183,8 @@ def manifest_info(engine: Engine) -> dict[str, Any]:
         "versions": versions,
         "config": engine.config,
         "engine": {
-            "stage": engine.stage,
+            **engine.settings.plain,
             "mesh": {name: int(size) for name, size in engine.mesh.shape.items()},
-            "num_microbatches": engine.num_microbatches,
-            "batch_size": engine.batch_size,
-            "seed": engine.seed,
         },
         "rng_impl": default_key_impl(),
         "containers": optimizer_containers(engine.layout),

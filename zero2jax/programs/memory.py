@@ -118,9 +118,9 @@ def measure_memory(
     ]
     size = lambda leaf: math.prod(leaf.shape) // leaf.num_model_shards(mesh)
     rest_bytes = lambda plan: sum(size(leaf) * int(leaf.dtype.itemsize) for leaf in plan.leaves)
-    shards = layout.params.num_shards if settings.stage else 1
+    shards = layout.params.num_shards if settings.step.stage else 1
     of = lambda sharded: f" / {shards}" if sharded and shards > 1 else ""
-    scattered = settings.stage >= 2
+    scattered = settings.step.stage >= 2
     whole_grads = sum(settings.gradient_dtype(i).itemsize * size(leaf) for i, leaf in _trained(layout))
     whole_params = sum(
         settings.compute_dtype(i).itemsize * size(leaf) for i, leaf in enumerate(layout.params.leaves)
@@ -150,9 +150,9 @@ def measure_memory(
         MemoryRow(
             "parameters in the step",
             _gathered_bytes(found, settings),
-            None if settings.stage == 3 else whole_params,
-            "those of one layer" if settings.stage == 3 else "parameters in the compute dtype",
-            "all-gathers of the compiled step" if settings.stage else "no buffer of their own",
+            None if settings.step.stage == 3 else whole_params,
+            "those of one layer" if settings.step.stage == 3 else "parameters in the compute dtype",
+            "all-gathers of the compiled step" if settings.step.stage else "no buffer of their own",
         ),
         MemoryRow(
             "temporary",
@@ -162,7 +162,7 @@ def measure_memory(
             "allocation of the compiled step",
         ),
     )
-    return MemoryReport(settings.stage, layout.params.num_shards, rows)
+    return MemoryReport(settings.step.stage, layout.params.num_shards, rows)
 
 
 def _analysis(compiled: Compiled) -> Any:
@@ -179,7 +179,7 @@ def _trained(layout: Layout) -> list[tuple[int, LeafPlan]]:
 def _reduced_bytes(found: list[Collective], settings: GradientSettings) -> int:
     """Whole gradients, from what the reductions take in; accumulated ones at the accumulator's width."""
     reduced = sum(c.total_bytes for c in found if c.kind in ("all-reduce", "reduce-scatter"))
-    if settings.num_microbatches == 1:
+    if settings.step.num_microbatches == 1:
         return reduced
     widths = [
         (settings.gradient_dtype(i).itemsize, settings.precision.reduce(leaf).itemsize)
@@ -192,11 +192,13 @@ def _reduced_bytes(found: list[Collective], settings: GradientSettings) -> int:
 def _gathered_bytes(found: list[Collective], settings: GradientSettings) -> int | None:
     """Parameters that exist at one time, from what the all-gathers produce."""
     gathers = [c for c in found if c.kind == "all-gather"]
-    if settings.stage == 0:
+    if settings.step.stage == 0:
         return None
-    if settings.stage == 3:
+    if settings.step.stage == 3:
         return max((_bytes_at_once(loops, gathers) for loops in {c.loops for c in gathers}), default=0)
-    repeats = settings.num_microbatches if settings.stage == 2 and not settings.gather_once else 1
+    repeats = (
+        settings.step.num_microbatches if settings.step.stage == 2 and not settings.step.gather_once else 1
+    )
     return sum(c.total_bytes for c in gathers) // repeats
 
 

@@ -29,6 +29,7 @@ from zero2jax.base.pytrees import PyTree
 from zero2jax.zero import exchange
 from zero2jax.zero.point_of_use import Standin, Use, evaluate, gather, reduce_grad, scan_depths, use_of_leaf
 from zero2jax.zero.precision import Precision
+from zero2jax.zero.settings import StepSettings
 from zero2jax.zero.shard_plan import LeafPlan, ShardPlan
 
 
@@ -39,20 +40,22 @@ class GradientSettings:
     Attributes:
       plan: where the parameters rest.
       trainable: per leaf, whether it has a gradient.
-      stage: ZeRO stage, 0 to 3.
-      num_microbatches: K; each device's batch is cut into K equal slices.
-      gather_once: stage 2 only: gather whole parameters before the microbatches.
-      precision: dtypes.
-      axes: the mesh axes that hold different examples.
+      step: the settings of the step.
     """
 
     plan: ShardPlan
     trainable: tuple[bool, ...]
-    stage: int
-    num_microbatches: int
-    gather_once: bool
-    precision: Precision
-    axes: DataAxes = dataclasses.field(default_factory=DataAxes)
+    step: StepSettings
+
+    @property
+    def axes(self) -> DataAxes:
+        """The mesh axes that hold different examples."""
+        return self.step.axes
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes of the step."""
+        return self.step.precision
 
     @property
     def axis_name(self) -> str:
@@ -66,7 +69,7 @@ class GradientSettings:
 
     def gradient_dtype(self, i: int) -> Any:
         """The dtype in which a step's gradient of leaf `i` is kept until the optimizer sees it."""
-        accumulated = self.num_microbatches > 1
+        accumulated = self.step.num_microbatches > 1
         reduced = self.precision.reduce(self.plan.leaves[i])
         return jnp.dtype(self.precision.accumulate_dtype) if accumulated else reduced
 
@@ -114,8 +117,8 @@ def local_gradients(
       accumulation dtype if K > 1 and stage >= 2; and the totals, the same on every device.
     """
     shards = _group_shards(settings, params)
-    strategy = (_whole if settings.stage <= 1 else _at_use)(loss, settings, shards)
-    num = settings.num_microbatches
+    strategy = (_whole if settings.step.stage <= 1 else _at_use)(loss, settings, shards)
+    num = settings.step.num_microbatches
     first = jax.lax.axis_index(settings.axes.names) * num
     if num == 1:
         grads, terms = strategy.gradient(batch, rng._replace(slice_index=first))
@@ -128,7 +131,7 @@ def _accumulated(
     strategy: _Strategy, settings: GradientSettings, batch: PyTree, key: Callable[[jax.Array], SliceKey]
 ) -> tuple[list[jax.Array], LossTerms]:
     """Sum gradients over the microbatches in a loop, in the accumulation dtype."""
-    num = settings.num_microbatches
+    num = settings.step.num_microbatches
     slices = jax.tree.map(lambda x: x.reshape(num, x.shape[0] // num, *x.shape[1:]), batch)  # (K, B/K, ...)
 
     def step(total: list[jax.Array], inputs: Any) -> tuple[list[jax.Array], LossTerms]:
@@ -173,7 +176,7 @@ def _whole(loss: Loss, settings: GradientSettings, shards: Sequence[jax.Array]) 
 def _at_use(loss: Loss, settings: GradientSettings, shards: Sequence[jax.Array]) -> _Strategy:
     """Stages 2 and 3: each parameter appears, and its gradient is reduced, where it is used."""
     trained = _trainable(settings)
-    once = settings.gather_once
+    once = settings.step.gather_once
     sources = gather_params(settings, shards) if once else shards
     uses = [settings.use(i, gathered=once) for i in range(len(sources))]
     dtypes = [settings.precision.reduce(settings.plan.leaves[i]) for i in trained]
@@ -184,7 +187,7 @@ def _at_use(loss: Loss, settings: GradientSettings, shards: Sequence[jax.Array])
         standins = [
             Standin(use, x, port_of.get(i)) for i, (use, x) in enumerate(zip(uses, sources, strict=True))
         ]
-        return _evaluated(weighted, settings, standins, batch, rng, regather=settings.stage == 3)
+        return _evaluated(weighted, settings, standins, batch, rng, regather=settings.step.stage == 3)
 
     def gradient(batch: PyTree, rng: SliceKey) -> tuple[list[jax.Array], LossTerms]:
         ports = [jnp.zeros(shards[i].shape, dtype) for i, dtype in zip(trained, dtypes, strict=True)]

@@ -45,9 +45,6 @@ class StepProgram:
       mesh: device mesh.
       layout: where the state rests.
       settings: how gradients come about.
-      clip_norm: global norm to clip to, or None.
-      sum_over_devices: gradients are summed over the devices instead of averaged.
-      skip_nonfinite: leave the state as it is when the gradient norm is not finite.
     """
 
     loss: Loss
@@ -55,9 +52,6 @@ class StepProgram:
     mesh: Mesh
     layout: Layout
     settings: GradientSettings
-    clip_norm: float | None
-    sum_over_devices: bool
-    skip_nonfinite: bool
 
     def step(
         self, state: TrainState, batch: PyTree, extra_args: dict[str, Any]
@@ -68,9 +62,11 @@ class StepProgram:
         trained = self.layout.trained(params)
         grads = self._averaged(grads, totals.weight, trained)
         grad_norm = clipped_norm = optax.tree.norm(grads)
-        if self.clip_norm is not None:
-            grads, _ = optax.clip_by_global_norm(self.clip_norm).update(grads, optax.EmptyState())
-            clipped_norm = jnp.minimum(grad_norm, self.clip_norm)
+        if self.settings.step.clip_norm is not None:
+            grads, _ = optax.clip_by_global_norm(self.settings.step.clip_norm).update(
+                grads, optax.EmptyState()
+            )
+            clipped_norm = jnp.minimum(grad_norm, self.settings.step.clip_norm)
         old_opt_state = padding.cut(state.opt_state, self.layout.opt_state, self.mesh)
         means = losses.mean(totals)
         updates, opt_state = self.tx.update(
@@ -79,7 +75,7 @@ class StepProgram:
         new_params = merge(optax.apply_updates(trained, updates), params, self.layout.trainable)
         new_params = self._with_frozen(new_params, totals.frozen)
         applied = jnp.bool_(True)
-        if self.skip_nonfinite:
+        if self.settings.step.skip_nonfinite:
             applied = jnp.isfinite(grad_norm)
             new_params, opt_state = jax.tree.map(
                 lambda new, old: jnp.where(applied, new, old),
@@ -174,7 +170,7 @@ class StepProgram:
         sub_plan = dataclasses.replace(plan, leaves=tuple(trained), treedef=jax.tree.structure(like))
         grads = padding.cut(sub_plan.treedef.unflatten(grads), sub_plan, self.mesh)
         scale = jnp.where(weight == 0, 0, 1 / weight)  # a batch without weight has no gradient
-        if self.sum_over_devices:
+        if self.settings.step.reduction == "sum":
             scale = scale * axis_size(self.mesh, self.settings.axes.batch)
         return jax.tree.map(lambda g, p: g.astype(p.dtype) * scale.astype(p.dtype), grads, like)
 
