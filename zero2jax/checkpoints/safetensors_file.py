@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 NUM_THREADS = 4  # writing or reading one file; each holds one tensor at a time
@@ -83,10 +82,10 @@ def dtype_from_name(name: str) -> np.dtype:
       FileError: no such dtype.
     """
     try:
-        return np.dtype(getattr(ml_dtypes, name, name))
+        return np.dtype(name)  # jax has told NumPy of bfloat16 and the 8-bit floats
     except TypeError as error:
         raise FileError(
-            f"reading a dtype: {name!r} is unknown to this version of NumPy and ml_dtypes."
+            f"reading a dtype: {name!r} is unknown to NumPy here, also with the dtypes of jax. Update jax, or read the file elsewhere."
         ) from error
 
 
