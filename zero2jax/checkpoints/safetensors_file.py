@@ -85,7 +85,7 @@ def dtype_from_name(name: str) -> np.dtype:
         return np.dtype(name)  # jax has told NumPy of bfloat16 and the 8-bit floats
     except TypeError as error:
         raise FileError(
-            f"reading a dtype: {name!r} is unknown to NumPy here, also with the dtypes of jax. Update jax, or read the file elsewhere."
+            f"reading a dtype: {name!r} is unknown to NumPy and to this version of jax. A newer jax may know it."
         ) from error
 
 
