@@ -1,19 +1,74 @@
-"""What a run reports: bytes per device beside the ZeRO formula, and a PNG of losses and of memory by stage."""
+"""What a run reports: metrics by step, bytes per device beside the ZeRO formula, and a PNG of losses and memory."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optax
 from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import zero2jax
 
 REST, STEP = "at rest", "during the step"
+LOGGED = ("loss", "grad_norm", "grad_norm_clipped", "learning_rate", "applied", "held_out_loss")
+
+
+def read_history(path: Path, before_step: int) -> list[dict[str, Any]]:
+    """The rows of an interrupted run, up to the step that it resumes from."""
+    if before_step == 1 or not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return [row for row in rows if row["step"] < before_step]
+
+
+class Log:
+    """Metrics by step: a line of JSON each in a file, and a progress bar. `with Log(...) as log`."""
+
+    def __init__(self, path: Path, history: list[dict[str, Any]], steps: int, console: Console):
+        self.history = history
+        self._path, self._console = path, console
+        self._start_s = time.perf_counter()
+        self._clock = zero2jax.StepClock()  # zero2jax: for the slowest of several processes
+        self.waiting = self._clock.waiting  # with log.waiting(): time that belongs to the devices
+        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+        self._progress = Progress(*columns, console=console)
+        self._bar = self._progress.add_task("compiling", total=steps)
+
+    def __enter__(self) -> Log:
+        self._file = self._path.open("w")
+        self._file.writelines(json.dumps(row) + "\n" for row in self.history)
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        self._file.close()
+
+    def record(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write the metrics of a step; waits until the devices have done it."""
+        with self.waiting():
+            logged = {name: np.asarray(metrics[name]).item() for name in LOGGED if name in metrics}
+        self._clock.step_done()
+        if "held_out_loss" in logged:
+            times = self._clock.gather()  # zero2jax: by process; all of them call it
+            if len(times.own_s) > 1:
+                logged |= {"own_s": times.own_s, "slowest_process": times.slowest}
+                self._console.print(times)
+        row = {"step": step, **logged, "elapsed_s": round(time.perf_counter() - self._start_s, 3)}
+        self.history.append(row)
+        print(json.dumps(row), file=self._file, flush=True)
+        self._progress.update(self._bar, completed=step, description=f"loss {row['loss']:.3f}")
+        if "held_out_loss" in row:
+            self._console.print(f"step {step}: loss {row['loss']:.3f}, held out {row['held_out_loss']:.3f}")
 
 
 def memory_table(memory: zero2jax.MemoryReport) -> Table:

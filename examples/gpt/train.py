@@ -22,7 +22,6 @@ import os
 import re
 import signal
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,13 +29,12 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import optax
-import report
 import tyro
-from data import load_text, make_batches
-from model import PRESETS, generate, make_apply, make_loss, tensor_parallel_specs
+from data import Batches, load_text, make_batches
+from model import PRESETS, GPTConfig, generate, make_apply, make_loss, tensor_parallel_specs
+from report import Log, bytes_by_stage, memory_table, read_history, save_figure
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import zero2jax
 
@@ -49,7 +47,6 @@ CONFIG = {
     "zero_optimization": {"stage": 2},
 }
 LEARNING_RATES = {"tiny": 4e-3, "small": 6e-4, "6.7b": 1.2e-4}
-LOGGED = ("loss", "grad_norm", "grad_norm_clipped", "learning_rate", "applied", "held_out_loss")
 NUM_EVALUATIONS, NUM_HELD_OUT_BATCHES = 10, 16
 NUM_SAMPLE_BYTES = 400
 
@@ -114,21 +111,52 @@ def step_to_resume(resume: str | None, checkpointer: zero2jax.Checkpointer | Non
     return checkpointer.latest_step() if resume == "auto" else int(resume)
 
 
-def read_history(path: Path, before_step: int) -> list[dict[str, Any]]:
-    """The rows of an interrupted run, up to the step that it resumes from."""
-    if before_step == 1 or not path.exists():
-        return []
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    return [row for row in rows if row["step"] < before_step]
-
-
 def as_text(tokens: jax.Array | np.ndarray) -> str:
     """Bytes as text, with no control characters for the terminal to obey."""
     text = bytes(np.asarray(tokens, np.uint8)).decode(errors="replace")
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def main(args: Args) -> None:
+@dataclass(frozen=True)
+class Run:
+    """What `set_up` makes, for the loop and the report."""
+
+    args: Args
+    console: Console  # prints in the first process only
+    is_first: bool
+    num_params: int
+    config: zero2jax.Config
+    tx: optax.GradientTransformation | None
+    specs: Any  # tensor-parallel PartitionSpecs, or None
+    shapes: Any  # of the parameters
+    engine: zero2jax.Engine
+    checkpointer: zero2jax.Checkpointer | None
+    batches: Batches
+    batch_size: int
+    held_out_batches: list[np.ndarray]
+
+    @property
+    def model(self) -> GPTConfig:
+        return PRESETS[self.args.model]
+
+    def place(self, batch: np.ndarray) -> jax.Array:
+        """A global batch on the mesh, from each process the rows of its devices: all, if it is alone."""
+        mesh = self.engine.mesh
+        return zero2jax.global_batch(batch[zero2jax.local_rows(len(batch), mesh)], mesh)  # zero2jax
+
+    def evaluate(self, state: zero2jax.TrainState) -> float:
+        """Loss on text that is never trained on, nats per byte."""
+        losses = [
+            self.engine.evaluate(state, self.place(batch)) for batch in self.held_out_batches
+        ]  # zero2jax
+        return sum(map(float, losses)) / NUM_HELD_OUT_BATCHES
+
+    def is_evaluated(self, step: int) -> bool:
+        return step == self.args.steps or step % max(1, self.args.steps // NUM_EVALUATIONS) == 0
+
+
+def set_up(args: Args) -> tuple[Run, zero2jax.TrainState]:
+    """Engine, data and the state to start from: new, or restored from a checkpoint."""
     if args.devices:  # before the backend starts; GPUs do not care
         jax.config.update("jax_num_cpu_devices", args.devices)
     startup = zero2jax.init_distributed()  # zero2jax: one of several processes, if a launcher says so
@@ -158,123 +186,108 @@ def main(args: Args) -> None:
     batches = make_batches(train_text, batch_size, model.context, seed=args.seed)
     resume_step = step_to_resume(args.resume, checkpointer)
     if checkpointer and resume_step is not None:
-        engine.abstract_state(shapes)  # zero2jax: where each leaf is to rest, no memory yet
+        engine.abstract_state(shapes)  # zero2jax: how each leaf is sharded, no memory yet
         state, extra = checkpointer.restore(step=resume_step)  # zero2jax
         batches.position = extra["batches"]
     else:
         # Without ZeRO: params = init_fn(key); opt_state = tx.init(params)
         state = engine.init(init_fn, key)  # zero2jax
     # Always the same: 16 batches * 8 devices * 2 sequences * 128 bytes = 32768 predictions, never trained on.
-    num_held_out = batch_size // engine.num_microbatches
-    held_out = make_batches(held_out_text, num_held_out, model.context, seed=args.seed)
-    held_out_batches = [next(held_out) for _ in range(NUM_HELD_OUT_BATCHES)]
-
-    def place(
-        batch: np.ndarray,
-    ) -> jax.Array:  # from each process the rows of its devices: all, if it is alone
-        return zero2jax.global_batch(batch[zero2jax.local_rows(len(batch), mesh)], mesh)  # zero2jax
-
-    def evaluate(state: zero2jax.TrainState) -> float:
-        losses = [float(engine.evaluate(state, place(batch))) for batch in held_out_batches]  # zero2jax
-        return sum(losses) / NUM_HELD_OUT_BATCHES
+    held_out = make_batches(
+        held_out_text, batch_size // engine.num_microbatches, model.context, seed=args.seed
+    )
 
     num_params = sum(x.size for x in jax.tree.leaves(shapes))
     console.print(
         f"{num_params:,} parameters, ZeRO stage {engine.stage} over {dict(mesh.shape)} {jax.default_backend()} "
         f"devices, {batch_size * model.context:,} tokens per step of {len(train_text):,} bytes of text"
     )
-    held_out_loss = evaluate(state)
-    first_step = int(state.step) + 1
-    console.print(f"before step {first_step}: held out {held_out_loss:.3f} nats per byte")
-    if first_step > args.steps:
-        console.print(f"nothing to do: {args.steps} steps are done; ask for more with --steps")
-        return
+    run = Run(
+        args=args,
+        console=console,
+        is_first=is_first,
+        num_params=num_params,
+        config=config,
+        tx=tx,
+        specs=specs,
+        shapes=shapes,
+        engine=engine,
+        checkpointer=checkpointer,
+        batches=batches,
+        batch_size=batch_size,
+        held_out_batches=[next(held_out) for _ in range(NUM_HELD_OUT_BATCHES)],
+    )
+    return run, state
 
-    metrics_path = args.out / "metrics.jsonl" if is_first else Path(os.devnull)
-    history = read_history(metrics_path, first_step)
-    start_s = time.perf_counter()
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    clock = zero2jax.StepClock()  # zero2jax: for the slowest of several processes
+
+def train(run: Run, state: zero2jax.TrainState, log: Log) -> tuple[zero2jax.TrainState, jax.Array, bool]:
+    """The loop. Returns the state, the last batch, and whether the run was asked to stop."""
+    engine, checkpointer, steps = run.engine, run.checkpointer, run.args.steps
     signals = [signal.SIGTERM] if checkpointer else []
-    with (
-        metrics_path.open("w") as file,
-        zero2jax.Preemption(signals, check_every=10) as preemption,  # zero2jax
-        Progress(*columns, console=console) as progress,
-    ):
-        file.writelines(json.dumps(row) + "\n" for row in history)
-        bar = progress.add_task("compiling", total=args.steps)
-
-        def record(step: int, metrics: dict[str, Any]) -> None:
-            with clock.waiting():
-                logged = {name: np.asarray(metrics[name]).item() for name in LOGGED if name in metrics}
-            clock.step_done()
-            if startup.num_processes > 1 and "held_out_loss" in logged:
-                times = clock.gather()  # zero2jax
-                logged |= {"own_s": times.own_s, "slowest_process": times.slowest}
-                console.print(times)
-            row = {"step": step, **logged, "elapsed_s": round(time.perf_counter() - start_s, 3)}
-            history.append(row)
-            print(json.dumps(row), file=file, flush=True)
-            progress.update(bar, completed=step, description=f"loss {row['loss']:.3f}")
-            if "held_out_loss" in row:
-                console.print(f"step {step}: loss {row['loss']:.3f}, held out {row['held_out_loss']:.3f}")
-
-        previous: dict[str, Any] = {}
-        for step in range(first_step, args.steps + 1):
-            batch = place(next(batches))
+    previous: dict[str, Any] = {}
+    with zero2jax.Preemption(signals, check_every=10) as preemption:  # zero2jax
+        for step in range(int(state.step) + 1, steps + 1):
+            batch = run.place(next(run.batches))
             # Without ZeRO, jitted: loss, grads = value_and_grad(loss_fn)(params, batch); updates, opt_state =
             # tx.update(grads, opt_state, params); params = optax.apply_updates(params, updates)
             state, metrics = engine.step(state, batch)  # zero2jax
-            if step == args.steps or step % max(1, args.steps // NUM_EVALUATIONS) == 0:
-                with clock.waiting():
-                    metrics["held_out_loss"] = evaluate(state)
+            if run.is_evaluated(step):
+                with log.waiting():
+                    metrics["held_out_loss"] = run.evaluate(state)
             # Reading metrics waits for their step: read those of the step before while the devices do this one.
             if previous:
-                record(step - 1, previous)
+                log.record(step - 1, previous)
             previous = metrics
             stop = preemption.should_stop(step)  # zero2jax
             if checkpointer:
-                extra = {"batches": batches.position}
-                checkpointer.save(step, state, extra, force=stop or step == args.steps)  # zero2jax
+                extra = {"batches": run.batches.position}
+                checkpointer.save(step, state, extra, force=stop or step == steps)  # zero2jax
             if stop:
                 break
-        record(step, previous)
+        log.record(step, previous)
         if checkpointer:  # while signals are still noted
             checkpointer.close()  # zero2jax: waits for the save in progress
-    if stop:
-        console.print(f"stopped on request after step {step}; go on with --resume auto")
-        sys.exit(zero2jax.PREEMPTED_EXIT_CODE)  # zero2jax
-    if not args.report:
-        return
+    return state, batch, stop
 
+
+def report(
+    run: Run,
+    state: zero2jax.TrainState,
+    batch: jax.Array,
+    held_out_loss: float,
+    history: list[dict[str, Any]],
+) -> None:
+    """Count the bytes of every stage, write a sample, draw `report.png` and sum up in `report.json`."""
+    args, console, engine, model = run.args, run.console, run.engine, run.model
     console.print("compiling the step of every stage, to count its bytes, and writing a sample")
     memory = engine.memory(state, batch)  # zero2jax
-    params = engine.params(state)  # zero2jax: whole again, on every device; one of the copies is enough here
+    params = engine.params(
+        state
+    )  # zero2jax: full parameters on every device; one of the copies is enough here
     params = jax.tree.map(lambda x: x.addressable_data(0), params)
-    plainest = np.argmin((held_out_batches[0] > 126).sum(1))  # ASCII, where there is a choice
-    prompt = held_out_batches[0][plainest, : model.context]
-    sample = jax.jit(generate, static_argnums=(0, 3))(
-        make_apply(model)[1], params, prompt, NUM_SAMPLE_BYTES, key
-    )
+    plainest = np.argmin((run.held_out_batches[0] > 126).sum(1))  # ASCII, where there is a choice
+    prompt = run.held_out_batches[0][plainest, : model.context]
+    write = jax.jit(generate, static_argnums=(0, 3))
+    sample = write(make_apply(model)[1], params, prompt, NUM_SAMPLE_BYTES, jax.random.key(args.seed))
     prompt, sample = as_text(prompt), as_text(sample)
     console.print(f"[dim]{escape(prompt)}[/dim]{escape(sample)}")
-    console.print(report.memory_table(memory))
+    console.print(memory_table(memory))
 
-    by_stage = report.bytes_by_stage(engine, tx, config, specs, shapes, batch)
-    if not is_first:
+    by_stage = bytes_by_stage(engine, run.tx, run.config, run.specs, run.shapes, batch)
+    if not run.is_first:
         return
-    report.save_figure(args.out / "report.png", history, by_stage, engine.stage)
+    save_figure(args.out / "report.png", history, by_stage, engine.stage)
     summary = {
-        "model": {"preset": args.model, **asdict(model), "num_params": num_params},
+        "model": {"preset": args.model, **asdict(model), "num_params": run.num_params},
         "platform": jax.default_backend(),
         "jax_version": jax.__version__,
-        "mesh": dict(mesh.shape),
+        "mesh": dict(engine.mesh.shape),
         "stage": engine.stage,
-        "config": dict(config.source),
+        "config": dict(run.config.source),
         "seed": args.seed,
         "steps": args.steps,
-        "batch_size": batch_size,
-        "tokens_per_step": batch_size * model.context,
+        "batch_size": run.batch_size,
+        "tokens_per_step": run.batch_size * model.context,
         "train_s": history[-1]["elapsed_s"],
         "held_out_loss_before": held_out_loss,
         "held_out_loss": history[-1]["held_out_loss"],
@@ -289,6 +302,24 @@ def main(args: Args) -> None:
         f"held-out loss {held_out_loss:.3f} -> {summary['held_out_loss']:.3f} nats per byte in "
         f"{summary['train_s']:.0f} s of training; wrote metrics.jsonl, report.json and report.png to {args.out}"
     )
+
+
+def main(args: Args) -> None:
+    run, state = set_up(args)
+    held_out_loss = run.evaluate(state)
+    first_step = int(state.step) + 1
+    run.console.print(f"before step {first_step}: held out {held_out_loss:.3f} nats per byte")
+    if first_step > args.steps:
+        run.console.print(f"nothing to do: {args.steps} steps are done; ask for more with --steps")
+        return
+    path = args.out / "metrics.jsonl" if run.is_first else Path(os.devnull)
+    with Log(path, read_history(path, first_step), args.steps, run.console) as log:
+        state, batch, stopped = train(run, state, log)
+    if stopped:
+        run.console.print(f"stopped on request after step {int(state.step)}; go on with --resume auto")
+        sys.exit(zero2jax.PREEMPTED_EXIT_CODE)  # zero2jax
+    if args.report:
+        report(run, state, batch, held_out_loss, log.history)
 
 
 if __name__ == "__main__":
