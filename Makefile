@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 OUT ?= out/demo
 RESUME_OUT ?= out/resume
 
-.PHONY: demo resume test lint bench clean
+.PHONY: demo resume test lint docs bench clean
 
 demo: $(VENV)/.example
 	$(BIN)/python examples/gpt/train.py --devices 8 --out $(OUT)
@@ -27,6 +27,10 @@ lint: $(VENV)/.$(EXTRAS)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "wrote site/index.html"
+
 bench: $(VENV)/.$(EXTRAS)
 	JAX_PLATFORMS=cpu $(BIN)/python tests/benchmarks/step.py
 	JAX_PLATFORMS=cpu $(BIN)/python tests/benchmarks/aot.py
@@ -41,4 +45,4 @@ $(VENV)/.%: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 clean:
-	rm -rf $(VENV) out
+	rm -rf $(VENV) out site build *.egg-info
