@@ -12,6 +12,7 @@ import pytest
 from helpers import FP32
 
 import zero2jax
+from zero2jax.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -90,6 +91,30 @@ def test_relative_links_lead_to_files():
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_files_that_are_named_exist():
+    for page in PAGES:
+        for name in re.findall(r"\b(?:zero2jax|tests|examples|configs)/[\w./-]*\w", page.read_text()):
+            assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def test_command_lines_have_flags_that_exist(capsys):
+    flags = {}
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        flags[command] = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    seen = set()
+    for page in PAGES:
+        text = page.read_text().replace("\\\n", " ")
+        for command, words in re.findall(r"(?:^ +|[`(])zero2jax (\w+) ([^`\n]*)", text, re.MULTILINE):
+            # what follows a launched script are flags of its own
+            own = words.partition(".py")[0] if command == "launch" else words
+            unknown = set(re.findall(r"--[\w-]+", own)) - flags[command]
+            assert not unknown, f"{page.name}: zero2jax {command} has no {unknown}"
+            seen.add(command)
+    assert seen >= {"activations", "check", "estimate", "export", "launch", "plan"}
 
 
 def test_every_public_name_has_an_entry_and_a_place_in_readme_docs_or_an_example():
