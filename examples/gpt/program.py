@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -15,7 +17,7 @@ import zero2jax
 
 def program(preset: str = "6.7b", batch_size: int = 16, **changes: int | str) -> zero2jax.Program:
     """A preset of `model.py`, with fields of its `GPTConfig` replaced: `num_layers=40, hidden=5120, num_heads=40`."""
-    config = PRESETS[preset].__class__(**{**PRESETS[preset].__dict__, **changes})
+    config = dataclasses.replace(PRESETS[preset], **changes)
     init_fn, loss_fn = make_loss(config)
     return zero2jax.Program(
         loss_fn,
