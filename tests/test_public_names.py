@@ -125,17 +125,3 @@ def imported(path):
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module)
     return {name.split(".")[0] for name in names}
-
-
-def test_the_command_line_names_the_extra_that_it_needs():
-    code = """
-import importlib.util, sys
-find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *args: None if name == "tyro" else find_spec(name, *args)
-from zero2jax.__main__ import main
-sys.exit(main())
-"""
-    done = run(code)
-    assert done.returncode == 2
-    assert done.stderr == "zero2jax's command line needs tyro: pip install 'zero2jax[cli]'.\n"
-    assert done.stdout == ""

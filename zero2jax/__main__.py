@@ -1,17 +1,17 @@
-"""`zero2jax` and `python -m zero2jax`: the command line, or what to install for it."""
+"""`python -m zero2jax` and the script `zero2jax`: the command line, if what it needs is installed."""
 
 import importlib.util
 import sys
 
+_NEEDED = ("rich", "tyro")  # the extra `cli`
+
 
 def main() -> int:
-    """Run the command line and return its exit code; 2 where the extra `cli` is not installed."""
-    missing = [name for name in ("rich", "tyro") if importlib.util.find_spec(name) is None]
+    """Run the command line; its exit code, 2 without its packages."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        print(
-            f"zero2jax's command line needs {' and '.join(missing)}: pip install 'zero2jax[cli]'.",
-            file=sys.stderr,
-        )
+        names = " and ".join(missing)
+        print(f"zero2jax: the command line needs {names}: pip install 'zero2jax[cli]'.", file=sys.stderr)
         return 2
     from zero2jax.cli.main import main as run
 
