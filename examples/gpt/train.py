@@ -261,9 +261,8 @@ def report(
     args, console, engine, model = run.args, run.console, run.engine, run.model
     console.print("compiling the step of every stage, to count its bytes, and writing a sample")
     memory = engine.memory(state, batch)  # zero2jax
-    params = engine.params(
-        state
-    )  # zero2jax: full parameters on every device; one of the copies is enough here
+    # full parameters on every device; one of the copies is enough here
+    params = engine.params(state)  # zero2jax
     params = jax.tree.map(lambda x: x.addressable_data(0), params)
     plainest = np.argmin((run.held_out_batches[0] > 126).sum(1))  # ASCII, where there is a choice
     prompt = run.held_out_batches[0][plainest, : model.context]

@@ -29,7 +29,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
         dense = functools.partial(nn.Dense, use_bias=False)
-        # The norms compute in fp32, whatever the rest computes in.
+        # The norms compute in fp32, whatever the other layers compute in.
         norm = lambda x: nn.LayerNorm(dtype=jnp.float32, use_bias=False)(x).astype(x.dtype)
         heads = dense(3 * WIDTH)(norm(x)).reshape(*x.shape[:2], HEADS, -1)
         q, k, v = jnp.split(heads, 3, axis=-1)  # (B, T, H, 3 D/H) -> 3 * (B, T, H, D/H)
