@@ -78,7 +78,9 @@ def test_most_pages_have_code_that_runs():
 
 
 def test_minimal_learns_and_is_what_the_readme_shows(capsys):
-    assert len(MINIMAL.read_text().splitlines()) <= 30
+    num_lines = len(MINIMAL.read_text().splitlines())
+    assert num_lines <= 30
+    assert f"(examples/minimal.py), {num_lines} lines" in (ROOT / "README.md").read_text()
     runpy.run_path(str(MINIMAL))
     losses = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines()]
     assert losses[-1] < losses[0] / 5
