@@ -178,6 +178,27 @@ def test_nnx_batch_statistics_and_random_counts_return_through_aux():
     np.testing.assert_array_equal(found.linear.kernel[...], model.linear.kernel[...])
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_nnx_batch_norm_that_names_the_axis_has_the_statistics_of_the_global_batch(stage):
+    make_norm = lambda axis_name: nnx.BatchNorm(WIDTH, momentum=0.0, axis_name=axis_name, rngs=nnx.Rngs(0))
+    graph, params, stats = nnx.split(make_norm("data"), nnx.Param, nnx.BatchStat)
+    error = lambda norm, batch: ((norm(batch["x"]) - batch["y"]) ** 2).mean()
+
+    def loss(variables, batch):
+        norm = nnx.merge(graph, variables["params"], variables["stats"], copy=True)
+        return error(norm, batch), {"frozen": {"stats": nnx.state(norm, nnx.BatchStat)}}
+
+    trainable = lambda path, leaf: path.startswith("params/")
+    engine = make_engine(4, loss_fn=loss, tx=optax.sgd(0.0), stage=stage, trainable=trainable)
+    after, (metrics,) = train(engine, engine.init({"params": params, "stats": stats}), BATCHES[:1])
+    one_device = make_norm(None)
+    # fp32, values of about one: means over 4 x 2 rows instead of 8
+    np.testing.assert_allclose(metrics["loss"], error(one_device, BATCHES[0]), rtol=2e-6)
+    found = engine.params(after)["stats"]
+    np.testing.assert_allclose(found["mean"][...], one_device.mean[...], atol=1e-6)
+    np.testing.assert_allclose(found["var"][...], one_device.var[...], atol=1e-6)
+
+
 # --- Equinox and plain containers --------------------------------------------------------------------------------
 
 
