@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 
 import pytest
+import yaml
 
 import zero2jax
 
@@ -98,6 +99,13 @@ def test_no_public_name_hides_a_room():
 needs_repository = pytest.mark.skipif(
     not (ROOT / "pyproject.toml").exists(), reason="the package is installed, the repository is elsewhere"
 )
+
+
+@needs_repository
+def test_the_citation_names_the_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == zero2jax.__version__
+    assert citation["license"] == "Apache-2.0"
 
 
 @needs_repository
