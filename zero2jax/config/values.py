@@ -6,10 +6,11 @@ a `Report` instead of stopping at the first error. No JAX here.
 """
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
+
+from zero2jax.base.names import did_you_mean
 
 Block = TypeVar("Block")
 Default = TypeVar("Default")
@@ -60,10 +61,8 @@ class Report:
 
     def unknown(self, path: str, key: Any, known: Iterable[str]) -> str:
         """The sentence for a key nobody knows, with the nearest known one."""
-        near = difflib.get_close_matches(str(key), list(known), n=1, cutoff=0.5)
-        return f"{joined(path, key)}: unknown key. " + (
-            f"Did you mean '{near[0]}'?" if near else "Remove it."
-        )
+        way_out = did_you_mean(str(key), known, cutoff=0.5, otherwise="Remove it.")
+        return f"{joined(path, key)}: unknown key. {way_out}"
 
 
 def joined(path: str, key: Any) -> str:

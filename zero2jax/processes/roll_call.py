@@ -6,7 +6,6 @@ with the list of processes, or with what is wrong. Then the port is JAX's.
 """
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import selectors
@@ -18,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zero2jax.base.versions import installed_version
 from zero2jax.processes.addresses import is_loopback, split_address
 
 _MAX_BYTES = 1 << 20
@@ -52,7 +52,7 @@ def code_versions() -> dict[str, str]:
     known = script is not None and Path(script).is_file()
     return {
         "python": ".".join(map(str, sys.version_info[:2])),
-        **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
+        **{name: installed_version(name) or "none" for name in ("jax", "jaxlib")},
         "zero2jax sources": sources.hexdigest()[:12],
         "script": hashlib.sha256(Path(script).read_bytes()).hexdigest()[:12] if known and script else "none",
     }
