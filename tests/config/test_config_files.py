@@ -8,8 +8,8 @@ import pytest
 
 import zero2jax
 from zero2jax.config.check import check_config
-from zero2jax.config.reading import ConfigError, not_yet, read_config, resolve_auto
-from zero2jax.config.rules import settings
+from zero2jax.config.reading import ConfigError, read_config, resolve_auto
+from zero2jax.config.rules import not_yet, settings
 
 DS_FILES = Path(__file__).parents[1] / "ds_files"
 CONFIGS = Path(__file__).parents[2] / "configs"

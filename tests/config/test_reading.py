@@ -16,12 +16,11 @@ from zero2jax.config.reading import (
     ConfigError,
     ConfigWarning,
     add_config_arguments,
-    device_notes,
     load_config,
-    not_yet,
     read_config,
     resolve_auto,
 )
+from zero2jax.config.rules import device_notes, not_yet
 from zero2jax.config.values import names_of
 
 

@@ -41,7 +41,7 @@ def compiler_options(config: Config, platform: str, param_bytes: int) -> dict[st
             warnings.warn(message, ConfigWarning, stacklevel=2)
         return {}
     options: dict[str, Option] = {}
-    compute = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
+    compute = config.compute_dtype
     reduced = config.communication_data_type or compute
     buckets = (
         ("reduce_bucket_size", "xla_gpu_reduce_scatter_combine_threshold_bytes", reduced),

@@ -1,7 +1,7 @@
 """A DeepSpeed JSON becomes a `Config`: reading, old spellings, "auto" values; all errors of a file at once.
 
 Files are read with hjson as DeepSpeed does: comments, trailing commas, no outer braces. The supported keys
-and what they become are in `config_keys`, types and defaults in `config_schema`. The library below takes the
+and what they become are in `keys`, types and defaults in `schema`. The library below takes the
 dataclasses and never sees a dict of settings.
 """
 
@@ -18,21 +18,23 @@ from typing import Any
 import hjson
 
 from zero2jax.config.params import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULERS
-from zero2jax.config.rules import check_rules, device_notes, not_yet
+from zero2jax.config.rules import check_rules
 from zero2jax.config.schema import Config, OptimizerBlock, SchedulerBlock
 from zero2jax.config.values import ConfigError, ConfigWarning, Report, names_of, read_block, shown
 
 __all__ = [
+    "DEFAULT_CONFIG",
     "Config",
     "ConfigError",
     "ConfigWarning",
     "add_config_arguments",
-    "device_notes",
     "load_config",
-    "not_yet",
     "read_config",
     "resolve_auto",
 ]
+
+DEFAULT_CONFIG: Mapping[str, Any] = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+"""What no configuration means: stage 2 with bf16 compute."""
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config
 

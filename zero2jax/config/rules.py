@@ -72,7 +72,7 @@ def _refused(config: Config, report: Report) -> None:
 def _precision_rules(config: Config, report: Report) -> None:
     if config.fp16.enabled and config.bf16.enabled:
         report.error("bf16.enabled", True, "fp16 and bf16 exclude each other", "Switch one of them off.")
-    mode = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
+    mode = config.compute_dtype
     wanted = config.data_types.param_dtype
     if wanted not in (None, mode):
         rule = f"must agree with the compute dtype, here {mode}"
