@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from zero2jax.config.reading import DEFAULT_CONFIG, Source, load_config
 from zero2jax.config.rules import device_notes, not_yet
 from zero2jax.config.schema import Config
 from zero2jax.config.translate import EngineSettings, translate
-from zero2jax.config.values import ConfigError, ConfigWarning
+from zero2jax.config.values import ConfigError, warn
 from zero2jax.engine import Engine
 from zero2jax.processes.agreement import expect_same
 from zero2jax.zero.shard_plan import ShardPlan
@@ -82,7 +81,7 @@ def initialize(
     mesh = _mesh(loaded, mesh, axis_name)
     axes = data_axes(mesh, axis_name, rest_over_replicas=shard_over_replicas)
     for note in device_notes(loaded, int(mesh.shape[axis_name])):
-        warnings.warn(note, ConfigWarning, stacklevel=2)
+        warn(note)
     expect_same("the configuration and the mesh", [loaded.source, dict(mesh.shape)])
     settings = translate(
         loaded,
@@ -141,11 +140,9 @@ def _optimizer(
     if tx is not None:
         unused = [name for name in ("optimizer", "scheduler") if getattr(settings, name) is not None]
         if unused:
-            warnings.warn(
+            warn(
                 f"{settings.name}: the blocks {unused} are not used, since `tx` was given; an optax transformation "
                 f"carries its own learning rate. Remove them, or pass no `tx`.",
-                ConfigWarning,
-                stacklevel=3,
             )
         return tx
     if settings.optimizer is None:
@@ -162,12 +159,10 @@ def _activations(settings: EngineSettings, mesh: Mesh) -> ActivationSettings | N
     asked = settings.activations
     if asked is None or asked.partition_axis is None or asked.partition_axis in mesh.shape:
         return asked
-    warnings.warn(
+    warn(
         f"activation_checkpointing.partition_activations has nothing to save: the mesh has the axes "
         f"{dict(mesh.shape)}, and no other device holds a copy of an activation but along an axis "
         f"{asked.partition_axis!r}.",
-        ConfigWarning,
-        stacklevel=3,
     )
     return dataclasses.replace(asked, partition_axis=None)
 

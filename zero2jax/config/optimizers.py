@@ -8,7 +8,6 @@ optax corrects and DeepSpeed does not, are written here. Muon: Keller Jordan 202
 in the dtype of the gradient (DeepSpeed runs them in 16 bits).
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from zero2jax.base.pytrees import LeafPredicate, PyTree, select_leaves
 from zero2jax.config.params import AdagradParams, AdamParams, LambParams, LionParams, MuonParams, SGDParams
 from zero2jax.config.schedules import make_momentum_schedule, make_schedule
 from zero2jax.config.schema import OptimizerBlock, SchedulerBlock
-from zero2jax.config.values import ConfigWarning
+from zero2jax.config.values import warn
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _NEWTON_SCHULZ_STEPS = 5
@@ -77,7 +76,7 @@ def _inject(factory: Callable[..., Any]) -> Callable[..., optax.GradientTransfor
 def _note_constant_momentum(kind: str, momentum: optax.Schedule | None) -> None:
     if momentum is not None:
         message = f"scheduler.params.cycle_momentum has no effect: {kind} has no betas to cycle."
-        warnings.warn(message, ConfigWarning, stacklevel=3)
+        warn(message)
 
 
 def _decay(weight_decay: float) -> optax.GradientTransformation:

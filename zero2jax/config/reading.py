@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import hjson
 from zero2jax.config.params import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULERS
 from zero2jax.config.rules import check_rules
 from zero2jax.config.schema import Config, OptimizerBlock, SchedulerBlock
-from zero2jax.config.values import ConfigError, ConfigWarning, Report, names_of, read_block, shown
+from zero2jax.config.values import ConfigError, ConfigWarning, Report, names_of, read_block, shown, warn
 
 __all__ = [
     "DEFAULT_CONFIG",
@@ -57,7 +56,7 @@ def load_config(source: Source) -> Config:
         return source
     config = read_config(source)
     for note in config.notes:
-        warnings.warn(f"{config.name}: {note}", ConfigWarning, stacklevel=2)
+        warn(f"{config.name}: {note}")
     return config
 
 
@@ -116,7 +115,7 @@ def resolve_auto(source: Source, overrides: Mapping[str, Any]) -> Config:
         raise ConfigError(f'cannot fill the "auto" values of {name}', report.errors)
     config = dataclasses.replace(read_config(raw), name=name)
     for note in config.notes:
-        warnings.warn(f"{name}: {note}", ConfigWarning, stacklevel=2)
+        warn(f"{name}: {note}")
     return config
 
 

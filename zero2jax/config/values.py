@@ -6,7 +6,10 @@ a `Report` instead of stopping at the first error. No JAX here.
 """
 
 import dataclasses
+import inspect
 import math
+import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -14,6 +17,8 @@ from zero2jax.base.names import did_you_mean
 
 Block = TypeVar("Block")
 Default = TypeVar("Default")
+
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 REQUIRED: Any = dataclasses.MISSING
 
@@ -32,6 +37,14 @@ class ConfigError(ValueError):
 
 class ConfigWarning(UserWarning):
     """A key was converted, ignored or has no effect; names the key."""
+
+
+def warn(message: str) -> None:
+    """Give a `ConfigWarning` that points at the line which called this library, however deep in it the cause lies."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, ConfigWarning, stacklevel=level)
 
 
 class Refused(ValueError):
