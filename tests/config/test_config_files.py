@@ -165,7 +165,13 @@ FAILS = {
     "megatron_moe_stage0": ["curriculum_learning = true: not supported"],
     "megatron_prescaled": ["prescale_gradients = true: with zero_optimization.reduce_scatter at stage 2"],
     "old_cpu_offload_and_new": ["its replacement zero_optimization.offload_optimizer is also given"],
-    "typos": ["Did you mean 'stage'?", "Did you mean 'reduce_bucket_size'?", "Did you mean 'enabled'?"],
+    "typos": [
+        "gradient_clip: unknown key. Did you mean 'gradient_clipping'?",
+        "zero_optimisation: unknown key. Did you mean 'zero_optimization'?",
+        "Did you mean 'stage'?",
+        "Did you mean 'reduce_bucket_size'?",
+        "Did you mean 'enabled'?",
+    ],
 }
 
 

@@ -169,11 +169,45 @@ def test_strings_for_numbers_and_booleans_are_converted_with_a_warning():
     ]
 
 
-def test_unknown_top_level_key_warns_with_the_closest_match():
-    with pytest.warns(
-        ConfigWarning, match="gradient_clip: unknown key. Did you mean 'gradient_clipping'. It is ignored"
-    ):
-        assert load_config({"gradient_clip": 1.0}).gradient_clipping == 0.0
+@pytest.mark.parametrize(
+    ("raw", "meant"),
+    [
+        ({"gradient_clip": 1.0}, "gradient_clipping"),
+        ({"zero_optimisation": {"stage": 3}}, "zero_optimization"),
+        ({"Zero_Optimization": {"stage": 3}}, "zero_optimization"),
+        ({"zero-optimization": {"stage": 3}}, "zero_optimization"),
+        ({"zeroOptimization": {"stage": 3}}, "zero_optimization"),
+        ({"zero": {"stage": 3}}, "zero_optimization"),
+        ({"stage": 3}, "zero_optimization.stage"),
+        ({"offload_optimizer": {"device": "cpu"}}, "zero_optimization.offload_optimizer"),
+        ({"BF16": {"enabled": True}}, "bf16"),
+        ({"fp_16": {"enabled": True}}, "fp16"),
+        ({"train_batchsize": 8}, "train_batch_size"),
+        ({"optimiser": {"type": "Adam"}}, "optimizer"),
+        ({"lr_scheduler": {"type": "WarmupLR"}}, "scheduler"),
+        ({"gradient_accumulation": 4}, "gradient_accumulation_steps"),
+        ({"activation_checkpoint": {"cpu_checkpointing": True}}, "activation_checkpointing"),
+    ],
+)
+def test_a_top_level_key_that_must_mean_a_known_one_is_an_error_that_names_it(raw, meant):
+    found = errors_of({"train_micro_batch_size_per_gpu": 1, **raw})
+    way_out = "If it is a key of your own, begin its name with an underscore."
+    assert found == (f"{next(iter(raw))}: unknown key. Did you mean '{meant}'? {way_out}",)
+
+
+@pytest.mark.parametrize("key", ["seed", "model_name", "train_data", "log_dir", "lr", "_comment", "_fp16"])
+def test_a_top_level_key_that_resembles_nothing_is_a_note(key):
+    with pytest.warns(ConfigWarning, match=rf"\(dict\): {key}: unknown key. It is ignored"):
+        assert load_config({key: {"enabled": True}}) == Config()
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in names_of(Config) if name not in ("optimizer", "scheduler")]
+)
+def test_a_missing_letter_is_noticed_in_every_known_key(name):
+    misspelt = name[0] + name[2:]
+    with pytest.raises(ConfigError, match=f"{misspelt}: unknown key. Did you mean '"):
+        read_config({misspelt: 1})
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(0, False), (1, False), (2, False), (3, True)])
@@ -540,7 +574,12 @@ def test_random_text_gives_a_config_or_a_config_error(text):
 
 def test_a_misspelt_top_level_key_is_told_along_with_the_errors():
     with pytest.raises(ConfigError) as caught:
-        load_config({"train_batchsize": 8, "optimizer": {"type": "Adam", "params": {"beta": 1}}})
-    assert [error.split(" = ")[0].split(":")[0] for error in caught.value.errors] == ["optimizer.params.beta"]
-    assert any("train_batchsize" in note for note in caught.value.notes)
-    assert "noticed: train_batchsize" in str(caught.value)
+        load_config(
+            {"data_path": "x", "train_batchsize": 8, "optimizer": {"type": "Adam", "params": {"beta": 1}}}
+        )
+    assert [error.split(" = ")[0].split(":")[0] for error in caught.value.errors] == [
+        "train_batchsize",
+        "optimizer.params.beta",
+    ]
+    assert any("data_path" in note for note in caught.value.notes)
+    assert "noticed: data_path" in str(caught.value)

@@ -16,10 +16,20 @@ from typing import Any
 
 import hjson
 
+from zero2jax.base.names import nearest
 from zero2jax.config.params import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULERS
 from zero2jax.config.rules import check_rules
-from zero2jax.config.schema import Config, OptimizerBlock, SchedulerBlock
-from zero2jax.config.values import ConfigError, ConfigWarning, Report, names_of, read_block, shown, warn
+from zero2jax.config.schema import Config, OptimizerBlock, SchedulerBlock, ZeroOptimization
+from zero2jax.config.values import (
+    ConfigError,
+    ConfigWarning,
+    Report,
+    joined,
+    names_of,
+    read_block,
+    shown,
+    warn,
+)
 
 __all__ = [
     "DEFAULT_CONFIG",
@@ -34,6 +44,10 @@ __all__ = [
 
 DEFAULT_CONFIG: Mapping[str, Any] = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
 """What no configuration means: stage 2 with bf16 compute."""
+
+# How near a key at the top has to come to a known one to be its misspelling. With less, `train_data` would be
+# `train_batch_size`: many files have keys of their own there.
+_NEAR = 0.7
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config
 
@@ -71,7 +85,7 @@ def read_config(source: Source) -> Config:
     original, raw = raw, dict(raw)
     _convert_old_zero(raw, report)
     readers = {"optimizer": _read_optimizer, "scheduler": _read_scheduler}
-    config = read_block(Config, raw, "", report, readers)
+    config = read_block(Config, raw, "", report, readers, _unknown_at_the_top)
     zero = config.zero_optimization
     if zero is not None and _overlap_is_open(raw):
         zero = dataclasses.replace(zero, overlap_comm=zero.stage == 3)
@@ -239,6 +253,21 @@ def _convert_old_zero(raw: dict[str, Any], report: Report) -> None:
         elif value in (True, "true", "True"):
             zero[new] = {"device": "cpu"}
             report.notes.append(f'{path} is deprecated: read as zero_optimization.{new} {{"device": "cpu"}}.')
+
+
+def _unknown_at_the_top(key: Any, value: Any, report: Report) -> None:
+    """Refuse a key that must mean a known one, which to ignore would train otherwise than written; note the others."""
+    near = nearest(str(key), names_of(Config), cutoff=_NEAR)
+    if not near and key in names_of(ZeroOptimization):
+        near = [f"zero_optimization.{key}"]
+    if not near and isinstance(value, Mapping) and "stage" in value:
+        near = ["zero_optimization"]
+    sentence = f"{joined('', key)}: unknown key."
+    if near and not str(key).startswith("_"):
+        way_out = "If it is a key of your own, begin its name with an underscore."
+        report.errors.append(f"{sentence} Did you mean {near[0]!r}? {way_out}")
+    else:
+        report.notes.append(f"{sentence} It is ignored.")
 
 
 def _read_typed(

@@ -285,15 +285,17 @@ def read_block(
     path: str,
     report: Report,
     readers: Mapping[str, Callable[..., Any]] | None = None,
+    unknown: Callable[[Any, Any, Report], None] | None = None,
 ) -> Block:
     """One object of the file as its dataclass; what is wrong goes to the report.
 
     Args:
       cls: the dataclass of the block.
       raw: the JSON value found there.
-      path: where, for messages; "" at the top level, where unknown keys are notes and not errors.
+      path: where, for messages; "" at the top level.
       report: collects errors, notes, keys at "auto" and keys given.
       readers: fields read by a function `(value, path, report)` of their own.
+      unknown: told of keys that the block does not have, as `(key, value, report)`; by default each is an error.
 
     Returns:
       The block. With errors in the report its values are not to be used.
@@ -309,8 +311,10 @@ def read_block(
     for key, value in raw.items():
         here = joined(path, key)
         if not isinstance(key, str) or key not in spellings:
-            sentence = report.unknown(path, key, spellings)
-            (report.errors if path else report.notes).append(sentence + ("" if path else " It is ignored."))
+            if unknown is None:
+                report.errors.append(report.unknown(path, key, spellings))
+            else:
+                unknown(key, value, report)
             continue
         field, deprecated = spellings[key]
         name = joined(path, field.name)
