@@ -5,7 +5,7 @@ import socket
 import numpy as np
 from spawn import run_processes
 
-from zero2jax.processes.agreement import all_agree, gather_with_hosts
+from zero2jax.processes.agreement import _text, all_agree, gather_with_hosts
 
 
 def test_a_single_process_agrees_with_itself():
@@ -16,10 +16,14 @@ def test_a_single_process_agrees_with_itself():
     assert hosts == (socket.gethostname()[:64],)
 
 
+def test_equal_values_have_the_same_text():
+    assert _text({1: "a", "b": [2]}) == _text({"b": [2], 1: "a"}) != _text({1: "a", "b": [3]})
+
+
 def test_one_process_that_says_no_is_heard_by_all():
     found = run_processes(
         """
-        from zero2jax.processes.agreement import all_agree, gather_with_hosts
+        from zero2jax.processes.agreement import _text, all_agree, gather_with_hosts
         answers = [all_agree(True), all_agree(index == 1), all_agree(False)]
         rows, hosts = gather_with_hosts(np.array(index + 0.5, np.float32))
         print(json.dumps([answers, rows.tolist(), hosts]))

@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import pkgutil
+import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from spawn import environment, launch, results, write_program
@@ -15,7 +18,6 @@ import zero2jax
 from zero2jax.launching.local import free_port
 from zero2jax.processes import roll_call
 from zero2jax.processes.addresses import grpc_proxy, is_loopback, split_address
-from zero2jax.processes.agreement import _text
 from zero2jax.processes.cluster_env import find_settings, first_slurm_host
 from zero2jax.processes.roll_call import Entry, StartError, call_roll
 
@@ -283,8 +285,25 @@ def test_versions_name_sources_and_packages():
     assert set(found) == {"python", "jax", "jaxlib", "zero2jax sources", "script"}
 
 
-def test_equal_values_have_the_same_text():
-    assert _text({1: "a", "b": [2]}) == _text({"b": [2], 1: "a"}) != _text({1: "a", "b": [3]})
+def test_a_change_of_any_module_shows_in_the_roll_call(tmp_path):
+    """Two hosts of which one has another zero/ or engine must not pass: every file of the package counts."""
+    package = Path(zero2jax.__file__).parent
+    copy = shutil.copytree(package, tmp_path / "zero2jax", ignore=shutil.ignore_patterns("__pycache__"))
+    unchanged = roll_call.sources_digest(copy)
+    assert unchanged == roll_call.sources_digest(package) == roll_call.code_versions()["zero2jax sources"]
+    modules = {m.name for m in pkgutil.walk_packages([str(package)], "zero2jax.")}
+    files = [copy / "__init__.py"]
+    for name in sorted(modules):
+        path = tmp_path.joinpath(*name.split("."))
+        files.append(path / "__init__.py" if path.is_dir() else path.with_suffix(".py"))
+    assert {copy / "zero" / "step.py", copy / "engine.py", copy / "processes" / "start.py"} < set(files)
+    for path in files:
+        text = path.read_text()
+        path.write_text(text + "\n")
+        assert roll_call.sources_digest(copy) != unchanged, path
+        path.write_text(text)
+    (copy / "zero" / "step.py").rename(copy / "zero" / "steps.py")
+    assert roll_call.sources_digest(copy) != unchanged
 
 
 def test_a_single_process_starts_nothing(monkeypatch):

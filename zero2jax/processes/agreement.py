@@ -1,7 +1,9 @@
-"""What the processes of one engine have to agree on, compared before it trains: settings, parameters, the step itself.
+"""What running processes ask each other: does every one say yes, and has every one the same value.
 
-Each process computes with what it was given. Where a value is replicated, nothing else would show that two processes
-hold different ones: they would train on, each with another seed or another learning rate.
+Outside of any jitted step. `expect_same` refuses, by name, a value that differs over the processes; the engine compares
+so its settings, parameters and program before it trains. Each process computes with what it was given: where a value is
+replicated, nothing else would show that two processes hold different ones, and they would train on, each with another
+seed or another learning rate.
 """
 
 import hashlib
@@ -85,11 +87,11 @@ def expect_same_step(lowered: jax.stages.Lowered) -> None:
 
 def digest(values: PyTree) -> str:
     """One checksum of the names and sampled elements of the leaves that this process holds by itself."""
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     for path, x in _own(values):
         step = max(1, x.size // _SAMPLED)
-        found.update(f"{path}\0{x.dtype}{x.shape}\0".encode() + np.asarray(x.flat[::step]).tobytes())
-    return "sha256 " + found.hexdigest()[:16]
+        checksum.update(f"{path}\0{x.dtype}{x.shape}\0".encode() + np.asarray(x.flat[::step]).tobytes())
+    return "sha256 " + checksum.hexdigest()[:16]
 
 
 def _own(values: PyTree) -> Iterator[tuple[str, np.ndarray]]:

@@ -1,6 +1,7 @@
 """Where a process learns of the others: arguments, or the variables that launchers and schedulers set. Pure functions.
 
-`find_settings` reads a mapping such as `os.environ` and starts nothing. The first of these that is there counts:
+`find_settings` reads a mapping such as `os.environ` and starts nothing; `start` does, by what it returns. The first of
+these that is there counts:
 
 1. arguments (all three);
 2. `zero2jax launch`, or torchrun: they start the processes themselves, inside of whatever a scheduler started;
@@ -9,8 +10,8 @@
 5. an indexed Kubernetes job, whose size only the cluster's API knows;
 6. nothing: a single process.
 
-A single process starts nothing, however it was found, unless by arguments or `zero2jax launch`: then it, too, uses the
-collectives of several processes, and computes the same bits as they do.
+A single process starts nothing, wherever it learnt that it is alone, unless by arguments or `zero2jax launch`: then it,
+too, uses the collectives of several processes, and computes the same bits as they do.
 
 The coordinator's address is `JAX_COORDINATOR_ADDRESS`, else `MASTER_ADDR:MASTER_PORT`, else what the scheduler tells:
 for Slurm the first host of the step and a port made from the job's number, as JAX makes it; under Open MPI 4 and
@@ -127,11 +128,13 @@ def _from_environment(env: Mapping[str, str]) -> Settings:
     for family in (_LAUNCH, _TORCHRUN):
         if family.is_set(env):
             return _from_family(family, env)
-    found = [family for family in _SCHEDULERS if family.is_set(env)]
-    if found and _VARIABLES.is_set(env):
-        _check_agreement(found[0], env)
+    schedulers = [family for family in _SCHEDULERS if family.is_set(env)]
+    if schedulers and _VARIABLES.is_set(env):
+        _check_agreement(schedulers[0], env)
     # A shell inside of a one-task step is no reason not to believe variables that say more.
-    family = next((f for f in found if _number(env, f.count) > 1 or not _VARIABLES.is_set(env)), _VARIABLES)
+    family = next(
+        (f for f in schedulers if _number(env, f.count) > 1 or not _VARIABLES.is_set(env)), _VARIABLES
+    )
     if family.is_set(env):
         return _from_family(family, env)
     if _is_kubernetes_job(env):

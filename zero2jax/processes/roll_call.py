@@ -1,4 +1,6 @@
-"""A roll call before `jax.distributed` starts: who is missing, who is a stranger, who runs other code. Plain sockets.
+"""A roll call before `jax.distributed` starts: which process is missing, or of another run, or runs other code.
+
+Plain sockets, before any use of a device.
 
 JAX's own start ends every process with SIGABRT when one does not arrive in time, and names none. So process 0 listens
 first on the coordinator's port, each other process says one line of JSON there, and process 0 answers all of them
@@ -45,17 +47,22 @@ class Entry:
 
 def code_versions() -> dict[str, str]:
     """Versions of Python and the packages, digests of this package's sources and of the script that runs."""
-    sources = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        sources.update(path.read_bytes())
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     known = script is not None and Path(script).is_file()
     return {
         "python": ".".join(map(str, sys.version_info[:2])),
         **{name: installed_version(name) or "none" for name in ("jax", "jaxlib")},
-        "zero2jax sources": sources.hexdigest()[:12],
+        "zero2jax sources": sources_digest(Path(__file__).parents[1]),
         "script": hashlib.sha256(Path(script).read_bytes()).hexdigest()[:12] if known and script else "none",
     }
+
+
+def sources_digest(package: Path) -> str:
+    """A checksum of the names and contents of every Python file below a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def call_roll(me: Entry, address: str, timeout_s: float) -> list[Entry]:

@@ -1,8 +1,8 @@
-"""Starting several processes as one program, and what they have to agree on. Before any use of a JAX backend.
+"""Starting several processes as one program. Before any use of a JAX backend.
 
-`init_distributed` finds out how many processes there are (`cluster_env`), calls the roll (`roll_call`), and starts
-`jax.distributed`. `expect_same` compares a value over the processes and refuses by name. Both are harmless in a single
-process. Heartbeats are JAX's: when a process dies, its coordination service ends the others.
+`init_distributed` reads how many processes there are (`cluster_env`), calls the roll (`roll_call`), and starts
+`jax.distributed`; in a single process it starts nothing. Heartbeats are JAX's: when a process dies, its coordination
+service ends the others. What the processes must agree on once they run is compared by `agreement`.
 """
 
 import atexit
