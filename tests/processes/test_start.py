@@ -18,7 +18,7 @@ import zero2jax
 from zero2jax.launching.local import free_port
 from zero2jax.processes import roll_call
 from zero2jax.processes.addresses import grpc_proxy, is_loopback, split_address
-from zero2jax.processes.cluster_env import find_settings, first_slurm_host
+from zero2jax.processes.cluster_env import find_place, first_slurm_host
 from zero2jax.processes.roll_call import Entry, StartError, call_roll
 
 SLURM = {
@@ -79,7 +79,7 @@ LOCAL = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     ],
 )
 def test_the_first_source_that_is_there_counts(env, expected):
-    found = find_settings(env)
+    found = find_place(env)
     assert (
         found.source,
         found.process_index,
@@ -91,10 +91,10 @@ def test_the_first_source_that_is_there_counts(env, expected):
 
 
 def test_arguments_come_first_and_need_each_other():
-    found = find_settings(SLURM, "a:1", 2, 0, (3, 4))
+    found = find_place(SLURM, "a:1", 2, 0, (3, 4))
     assert (found.source, found.num_processes, found.local_device_ids) == ("arguments", 2, (3, 4))
     with pytest.raises(ValueError, match="num_processes and process_id not given"):
-        find_settings({}, "a:1")
+        find_place({}, "a:1")
 
 
 @pytest.mark.parametrize(
@@ -114,12 +114,12 @@ def test_arguments_come_first_and_need_each_other():
 )  # fmt: skip
 def test_what_would_hang_is_refused_by_name(env, message):
     with pytest.raises(ValueError, match=message):
-        find_settings(env)
+        find_place(env)
 
 
 def test_a_kubernetes_job_is_asked_through_jax(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "kubernetes")
-    found = find_settings({"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "1"})
+    found = find_place({"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "1"})
     assert (found.source, found.process_index, found.num_processes, found.distributed) == (
         "Kubernetes",
         1,

@@ -53,7 +53,7 @@ def gather_with_hosts(row: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
 
 
 def spans_processes(mesh: Mesh) -> bool:
-    """Whether the mesh has devices of all processes, of which there are several: else there is nobody to ask."""
+    """Whether the mesh has devices of all processes, of which there are several: else there is no one to ask."""
     return 1 < len({device.process_index for device in mesh.devices.flat}) == jax.process_count()
 
 

@@ -185,7 +185,7 @@ class _Roll:
 def _listen(address: str) -> socket.socket:
     host, port = split_address(address)
     try:
-        if is_loopback(host):  # nobody else has to see it
+        if is_loopback(host):  # no other host has to reach it
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             return socket.create_server((host, port), family=family, backlog=1024)
         if socket.has_dualstack_ipv6():
