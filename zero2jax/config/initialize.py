@@ -1,4 +1,4 @@
-"""`initialize`: from a DeepSpeed-style configuration to an engine. The one place where the two vocabularies meet."""
+"""`initialize`: from a DeepSpeed-style configuration to an engine: the mesh, the settings, the optimizer."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from zero2jax.activations.layers import ActivationSettings
 from zero2jax.base.losses import LossFn
-from zero2jax.base.mesh import DATA_AXIS, REPLICA_AXIS, axis_size, data_axes, make_mesh
+from zero2jax.base.mesh import DATA_AXIS, REPLICA_AXIS, DataAxes, axis_size, data_axes, make_mesh
 from zero2jax.base.pytrees import LeafPredicate, PyTree
 from zero2jax.config.optimizers import make_optimizer
 from zero2jax.config.reading import DEFAULT_CONFIG, Source, load_config
@@ -70,28 +70,16 @@ def initialize(
 
     Example:
       >>> loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
-      >>> engine = initialize(loss, optax.sgd(0.1), {"zero_optimization": {"stage": 3}}, make_mesh(data=1))
-      >>> engine.stage
+      >>> initialize(loss, optax.sgd(0.1), {"zero_optimization": {"stage": 3}}, make_mesh(data=1)).stage
       3
     """
-    loaded = load_config(DEFAULT_CONFIG if config is None else config)
-    missing = not_yet(loaded)
-    if missing:
-        raise ConfigError(f"cannot train by {loaded.name}: the engine does not have this yet", missing)
+    loaded = _load(config)
     mesh = _mesh(loaded, mesh, axis_name)
     axes = data_axes(mesh, axis_name, rest_over_replicas=shard_over_replicas)
     for note in device_notes(loaded, int(mesh.shape[axis_name])):
         warn(note)
     expect_same("the configuration and the mesh", [loaded.source, dict(mesh.shape)])
-    settings = translate(
-        loaded,
-        axis_size(mesh, axes.batch),
-        shards_from=f"axis {' x '.join(map(repr, axes.names))} of the mesh",
-        axes=axes,
-        keep_fp32=keep_fp32,
-        gather=gather,
-        seed=seed,
-    )
+    settings = _translate(loaded, mesh, axes, keep_fp32=keep_fp32, gather=gather, seed=seed)
     engine = Engine(
         loss_fn,
         _optimizer(loaded, tx, use_muon),
@@ -108,9 +96,18 @@ def initialize(
     return engine
 
 
-def _mesh(settings: Config, mesh: Mesh | None, axis_name: str) -> Mesh:
+def _load(source: Source | None) -> Config:
+    """The configuration, the default one for None; refuses what the engine does not have yet."""
+    config = load_config(DEFAULT_CONFIG if source is None else source)
+    missing = not_yet(config)
+    if missing:
+        raise ConfigError(f"cannot train by {config.name}: the engine does not have this yet", missing)
+    return config
+
+
+def _mesh(config: Config, mesh: Mesh | None, axis_name: str) -> Mesh:
     """The given mesh, or one of all devices, with groups of the size that the configuration says."""
-    zero = settings.zero_optimization
+    zero = config.zero_optimization
     if zero.mics_shard_size > 0:
         name, size = "mics_shard_size", zero.mics_shard_size
     elif zero.zero_hpz_partition_size > 1:
@@ -122,36 +119,45 @@ def _mesh(settings: Config, mesh: Mesh | None, axis_name: str) -> Mesh:
         return make_mesh(**sizes)
     if mesh is not None and mesh.shape.get(axis_name) == size:
         return mesh
-    found = (
+    there = (
         f"there are {len(jax.devices())} devices" if mesh is None else f"the mesh has axes {dict(mesh.shape)}"
     )
     raise ConfigError(
-        f"cannot train by {settings.name}",
+        f"cannot train by {config.name}",
         [
-            f"zero_optimization.{name} = {size}: {found}, and the axis {axis_name!r} must have this size. Pass "
+            f"zero_optimization.{name} = {size}: {there}, and the axis {axis_name!r} must have this size. Pass "
             f"mesh=make_mesh({REPLICA_AXIS}=..., {axis_name}={size}), or choose a divisor of the number of devices."
         ],
     )
 
 
+def _translate(config: Config, mesh: Mesh, axes: DataAxes, **arguments: Any) -> EngineSettings:
+    """`translate` for the devices of a mesh."""
+    names = " x ".join(map(repr, axes.names))
+    num_batch_shards = axis_size(mesh, axes.batch)
+    return translate(
+        config, num_batch_shards, shards_from=f"axis {names} of the mesh", axes=axes, **arguments
+    )
+
+
 def _optimizer(
-    settings: Config, tx: optax.GradientTransformation | None, use_muon: LeafPredicate | None
+    config: Config, tx: optax.GradientTransformation | None, use_muon: LeafPredicate | None
 ) -> optax.GradientTransformation:
     if tx is not None:
-        unused = [name for name in ("optimizer", "scheduler") if getattr(settings, name) is not None]
+        unused = [name for name in ("optimizer", "scheduler") if getattr(config, name) is not None]
         if unused:
             warn(
-                f"{settings.name}: the blocks {unused} are not used, since `tx` was given; an optax transformation "
-                f"carries its own learning rate. Remove them, or pass no `tx`.",
+                f"{config.name}: the blocks {unused} are not used, since `tx` was given; an optax transformation "
+                f"carries its own learning rate. Remove them, or pass no `tx`."
             )
         return tx
-    if settings.optimizer is None:
+    if config.optimizer is None:
         way_out = "Pass tx=optax.adamw(...), or add the block."
         raise ConfigError(
-            f"cannot train by {settings.name}",
+            f"cannot train by {config.name}",
             [f"optimizer: the file has no such block and `tx` is None. {way_out}"],
         )
-    return make_optimizer(settings.optimizer, settings.scheduler, use_muon=use_muon)
+    return make_optimizer(config.optimizer, config.scheduler, use_muon=use_muon)
 
 
 def _activations(settings: EngineSettings, mesh: Mesh) -> ActivationSettings | None:
@@ -162,7 +168,7 @@ def _activations(settings: EngineSettings, mesh: Mesh) -> ActivationSettings | N
     warn(
         f"activation_checkpointing.partition_activations has nothing to save: the mesh has the axes "
         f"{dict(mesh.shape)}, and no other device holds a copy of an activation but along an axis "
-        f"{asked.partition_axis!r}.",
+        f"{asked.partition_axis!r}."
     )
     return dataclasses.replace(asked, partition_axis=None)
 
