@@ -9,7 +9,7 @@ import pytest
 import zero2jax
 from zero2jax.config.check import check_config
 from zero2jax.config.reading import ConfigError, read_config, resolve_auto
-from zero2jax.config.rules import not_yet, settings
+from zero2jax.config.rules import key_values, not_yet
 
 DS_FILES = Path(__file__).parents[1] / "ds_files"
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -183,7 +183,7 @@ def test_every_file_has_an_expectation():
 def test_file_loads(name):
     values, missing, notes = LOADS[name]
     config = read_config(DS_FILES / f"{name}.json")
-    found = {path: value for path, value, _ in settings(config)}
+    found = {path: value for path, value, _ in key_values(config)}
     assert {path: found[path] for path in values} == values
     assert [line.split(" = ")[0] for line in not_yet(config)] == missing
     assert len(config.notes) == len(notes)
@@ -241,7 +241,7 @@ def test_config_loads_and_says_what_every_key_became(name):
     config = read_config(CONFIGS / f"{name}.json")
     report = check_config(config, 8)
     assert {row.key for row in report.keys} >= {
-        path for path, _, _ in settings(config) if path in config.given
+        path for path, _, _ in key_values(config) if path in config.given
     }
     assert bool(report.not_yet) == (name in LATER)
     assert name.startswith(f"stage{config.zero_optimization.stage}")

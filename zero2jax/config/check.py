@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from zero2jax.activations.layers import ActivationSettings
 from zero2jax.config.keys import KEYS, Treatment
-from zero2jax.config.rules import device_notes, not_yet, settings
+from zero2jax.config.rules import device_notes, key_values, not_yet
 from zero2jax.config.schema import Config
 from zero2jax.config.translate import DTYPES, EngineSettings, translate
 from zero2jax.config.values import shown
@@ -83,7 +83,7 @@ def check_config(config: Config, num_devices: int | None = None, *, every_key: b
 
 def _rows(config: Config) -> Iterator[Row]:
     given = set(config.given)
-    for path, value, _ in settings(config):
+    for path, value, _ in key_values(config):
         key = KEYS[path]
         yield Row(path, value, path in given, path in config.auto, key.treatment, key.becomes)
     for path, value in _leaves(config.source):
@@ -153,6 +153,6 @@ def _activations(settings: ActivationSettings | None) -> str:
 def _block(block: Any, otherwise: str) -> str:
     if block is None:
         return otherwise
-    values = {name: value for name, value, default in settings(block.params) if value != default}
+    values = {name: value for name, value, default in key_values(block.params) if value != default}
     text = ", ".join(f"{name} {shown(value)}" for name, value in values.items())
     return f"{block.type} ({text})" if text else f"{block.type} with its defaults"

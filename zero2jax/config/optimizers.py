@@ -40,7 +40,7 @@ def make_optimizer(
     Args:
       optimizer: type and parameters.
       scheduler: sets the learning rate, and for OneCycle the momentum of Adam, Lamb and Lion.
-      use_muon: which leaves get Muon's matrix update, `(path, leaf) -> bool`; the rest get Adam. All dims but
+      use_muon: which leaves get Muon's matrix update, `(path, leaf) -> bool`; the others get Adam. All dims but
         the last two are a batch of matrices, as in a scanned stack. Default: the leaves with two dims.
 
     Returns:
@@ -230,9 +230,9 @@ def _make_muon(
         decay = _decay(params.weight_decay)
         rate = optax.scale_by_learning_rate(learning_rate)
         adam = AdamParams(betas=params.betas, eps=params.eps, weight_decay=params.weight_decay)
-        rest = _adam(adam, adam_learning_rate, *params.betas)
+        others = _adam(adam, adam_learning_rate, *params.betas)
         return optax.partition(
-            {"muon": optax.chain(_scale_by_muon(params.momentum), decay, rate), "adam": rest}, labels
+            {"muon": optax.chain(_scale_by_muon(params.momentum), decay, rate), "adam": others}, labels
         )
 
     first = next(lr for lr in (params.muon_lr, params.lr, _MUON_LR) if lr is not None)

@@ -61,7 +61,7 @@ def load_config(source: Source) -> Config:
       source: path of a JSON or hjson file, the text itself, or the dict.
 
     Raises:
-      ConfigError: the source cannot be read or breaks a rule; holds all errors found.
+      ConfigError: the source cannot be read or breaks a rule; holds all errors.
 
     >>> load_config('{"train_batch_size": 32, "zero_optimization": {"stage": 2}}').zero_optimization.stage
     2
@@ -298,32 +298,27 @@ def _read_typed(
         report.error(f"{path}.type", kind, "has no counterpart here", way_out)
         return None
     raw_params = value.get("params")
-    rest = {key: item for key, item in value.items() if key not in ("type", "params")}
+    others = {key: item for key, item in value.items() if key not in ("type", "params")}
     raw_params = {} if raw_params is None else raw_params
     if path == "optimizer" and isinstance(raw_params, Mapping) and "max_grad_norm" in raw_params:
-        found = raw_params["max_grad_norm"]
-        report.error(
-            f"{path}.params.max_grad_norm",
-            found,
-            "clipping is no optimizer parameter",
-            "Use gradient_clipping.",
-        )
+        norm, rule = raw_params["max_grad_norm"], "clipping is no optimizer parameter"
+        report.error(f"{path}.params.max_grad_norm", norm, rule, "Use gradient_clipping.")
         raw_params = {key: item for key, item in raw_params.items() if key != "max_grad_norm"}
     params: Any = read_block(types[lower], raw_params, f"{path}.params", report)
-    return lower, params, rest
+    return lower, params, others
 
 
 def _read_optimizer(value: Any, path: str, report: Report) -> OptimizerBlock | None:
     read = _read_typed(value, path, report, OPTIMIZERS, REFUSED_OPTIMIZERS)
     if read is None:
         return None
-    kind, params, rest = read
-    fusion = rest.get("legacy_fusion", False)
+    kind, params, others = read
+    fusion = others.get("legacy_fusion", False)
     if not isinstance(fusion, bool):
         report.error(f"{path}.legacy_fusion", fusion, "must be true or false", "Remove it.")
-    if "legacy_fusion" in rest:
+    if "legacy_fusion" in others:
         report.given.append(f"{path}.legacy_fusion")
-    for key in rest:
+    for key in others:
         if key != "legacy_fusion":
             report.errors.append(report.unknown(path, key, ("type", "params", "legacy_fusion")))
     return OptimizerBlock(kind, params, fusion is True)
@@ -333,8 +328,8 @@ def _read_scheduler(value: Any, path: str, report: Report) -> SchedulerBlock | N
     read = _read_typed(value, path, report, SCHEDULERS, {})
     if read is None:
         return None
-    kind, params, rest = read
-    for key in rest:
+    kind, params, others = read
+    for key in others:
         report.errors.append(report.unknown(path, key, ("type", "params")))
     return SchedulerBlock(kind, params)
 

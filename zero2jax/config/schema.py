@@ -251,7 +251,7 @@ class SchedulerBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A whole configuration file; made by `load_config`, hashable, equal when it means the same.
+    """A configuration file; made by `load_config`, hashable, equal when it means the same.
 
     `given` and `auto` are the key paths written in the file and those of them left at "auto"; `notes` what
     was converted, ignored or has no effect; `source` the JSON object as written, `name` what to call it.

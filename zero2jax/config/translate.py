@@ -1,7 +1,7 @@
 """From a `Config` to what an engine is told: the one translation. `initialize` passes it on, `check` puts it in words.
 
 No mesh and no arrays: what a mesh has to say comes as the number of its devices and the names of its axes. What the
-engine cannot do yet is translated like the rest; `rules.not_yet` names it, and `initialize` refuses it.
+engine cannot do yet is translated, too; `rules.not_yet` names it, and `initialize` refuses it.
 """
 
 import dataclasses

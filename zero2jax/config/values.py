@@ -24,7 +24,7 @@ REQUIRED: Any = dataclasses.MISSING
 
 
 class ConfigError(ValueError):
-    """A configuration cannot be used; `errors` holds every reason found, `notes` what else was noticed, a line each."""
+    """A configuration cannot be used; `errors` holds every reason, `notes` what else was noticed, a line each."""
 
     def __init__(self, doing: str, errors: Iterable[str], notes: Iterable[str] = ()):
         self.doing = doing
@@ -73,7 +73,7 @@ class Report:
         self.errors.append(f"{path} = {shown(value)}: {rule}. {way_out}")
 
     def unknown(self, path: str, key: Any, known: Iterable[str]) -> str:
-        """The sentence for a key nobody knows, with the nearest known one."""
+        """The sentence for an unknown key, with the nearest known one."""
         way_out = did_you_mean(str(key), known, cutoff=0.5, otherwise="Remove it.")
         return f"{joined(path, key)}: unknown key. {way_out}"
 
@@ -146,12 +146,12 @@ def number(low: float | None = None, high: float | None = None, *, above: float 
     """A finite number in [low, high], or greater than `above`."""
 
     def convert(value: Any) -> float:
-        found = float(_number_from(value))
-        if (low is not None and found < low) or (high is not None and found > high):
+        x = float(_number_from(value))
+        if (low is not None and x < low) or (high is not None and x > high):
             raise Refused
-        if above is not None and found <= above:
+        if above is not None and x <= above:
             raise Refused
-        return found
+        return x
 
     return Rule(f"a number{_span(low, high)}" + ("" if above is None else f" greater than {above}"), convert)
 
@@ -291,7 +291,7 @@ def read_block(
 
     Args:
       cls: the dataclass of the block.
-      raw: the JSON value found there.
+      raw: the JSON value there.
       path: where, for messages; "" at the top level.
       report: collects errors, notes, keys at "auto" and keys given.
       readers: fields read by a function `(value, path, report)` of their own.
@@ -340,11 +340,11 @@ def read_block(
         missing = field.default is REQUIRED and field.default_factory is REQUIRED
         if missing and field.name not in values:
             name = joined(path, field.name)
-            found = "auto" if name in report.auto else None
+            value = "auto" if name in report.auto else None
             way_out = "Give a value" + (
-                ", or fill it with resolve_auto(config, overrides)." if found else "."
+                ", or fill it with resolve_auto(config, overrides)." if value else "."
             )
-            report.error(name, found, f"must be {field.metadata['rule'].text} and has no default", way_out)
+            report.error(name, value, f"must be {field.metadata['rule'].text} and has no default", way_out)
             values[field.name] = None
     return cls(**values)
 
