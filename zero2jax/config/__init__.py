@@ -12,5 +12,5 @@ In reading order, from the file to the engine:
     initialize         the engine
     check              the same settings in words, for `zero2jax check`
 
-Imports base, zero, activations, processes and engine. Other rooms import initialize, reading, check, schema and values.
+Imports base, zero, activations, processes and engine. Other rooms import initialize, reading, check and values.
 """
