@@ -8,6 +8,6 @@ In reading order:
     hostfile     DeepSpeed's hostfile and filters
     scripts      what Slurm, mpirun and Kubernetes are given instead, as text
 
-No jax of its own: the launcher needs no device. Imports processes, for the names of variables, addresses and exit codes.
-Other rooms leave supervise alone.
+No jax of its own: the launcher needs no device. Imports processes, for the names of variables, addresses and exit
+codes. Other rooms leave supervise alone.
 """
