@@ -304,9 +304,8 @@ def read_block(
     seen: dict[str, str] = {}
     spellings = names_of(cls)
     if not isinstance(raw, Mapping):
-        report.error(
-            path or "the file", raw, "must be an object", "Write { ... } with the keys of this block."
-        )
+        way_out = "Write { ... } with the keys of this block."
+        report.error(path or "the file", raw, "must be an object", way_out)
         raw = {}
     for key, value in raw.items():
         here = joined(path, key)
@@ -337,16 +336,18 @@ def read_block(
         else:
             values[field.name] = _read_value(field, value, here, report)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        missing = field.default is REQUIRED and field.default_factory is REQUIRED
-        if missing and field.name not in values:
-            name = joined(path, field.name)
-            value = "auto" if name in report.auto else None
-            way_out = "Give a value" + (
-                ", or fill it with resolve_auto(config, overrides)." if value else "."
-            )
-            report.error(name, value, f"must be {field.metadata['rule'].text} and has no default", way_out)
+        required = field.default is REQUIRED and field.default_factory is REQUIRED
+        if required and field.name not in values:
+            _note_missing(field, joined(path, field.name), report)
             values[field.name] = None
     return cls(**values)
+
+
+def _note_missing(field: dataclasses.Field, path: str, report: Report) -> None:
+    at_auto = path in report.auto
+    way_out = "Give a value" + (", or fill it with resolve_auto(config, overrides)." if at_auto else ".")
+    rule = f"must be {field.metadata['rule'].text} and has no default"
+    report.error(path, "auto" if at_auto else None, rule, way_out)
 
 
 def _read_value(field: dataclasses.Field, value: Any, path: str, report: Report) -> Any:
