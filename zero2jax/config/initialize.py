@@ -101,7 +101,11 @@ def _load(source: Source | None) -> Config:
     config = load_config(DEFAULT_CONFIG if source is None else source)
     missing = not_yet(config)
     if missing:
-        raise ConfigError(f"cannot train by {config.name}: the engine does not have this yet", missing)
+        raise ConfigError(
+            f"cannot train by {config.name}: the engine does not have this yet. Switch it off (bf16 does without a "
+            f"loss scale, stage 3 on more devices without offload)",
+            missing,
+        )
     return config
 
 
