@@ -6,11 +6,11 @@ import optax
 import pytest
 
 import zero2jax
-from zero2jax.planning import targets
+from zero2jax.base.versions import installed_version
 from zero2jax.planning.targets import CUDA_PACKAGES, TARGETS
 
 GPUS = [name for name, target in TARGETS.items() if target.gpu]
-HAS_COMPILER = all(targets._installed(name) for name in CUDA_PACKAGES)
+HAS_COMPILER = None not in map(installed_version, CUDA_PACKAGES)
 needs_compiler = pytest.mark.skipif(
     not HAS_COMPILER, reason="the CUDA compiler packages (extra: plan) are missing"
 )

@@ -24,7 +24,16 @@ MAY_IMPORT = {
 # Modules of a room that other rooms leave alone.
 PRIVATE = {
     "zero": {"exchange", "point_of_use"},
-    "config": {"keys", "params", "rules", "schedules", "optimizers", "compiler_options"},
+    "config": {
+        "keys",
+        "params",
+        "rules",
+        "schedules",
+        "optimizers",
+        "compiler_options",
+        "schema",
+        "translate",
+    },
     "checkpoints": {"directory", "extra", "matching", "orbax_handler", "state_leaves", "safetensors_file"},
     "processes": {"roll_call"},
     "planning": {"picture"},

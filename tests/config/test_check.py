@@ -15,7 +15,7 @@ from zero2jax.config.reading import ConfigError, read_config
 
 RAW = {
     "train_batch_size": 32,
-    "gradient_clip": 1.0,
+    "experiment": "run 7",
     "bf16": {"enabled": True},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}},
     "zero_optimization": {
@@ -48,7 +48,7 @@ def test_report_says_what_every_key_of_the_file_became():
         "zero_optimization.cpu_offload": (True, "converted"),
     }
     assert [line.split(" = ")[0] for line in report.not_yet] == ["zero_optimization.offload_optimizer.device"]
-    assert any("gradient_clip: unknown key" in note for note in report.notes)
+    assert any("experiment: unknown key" in note for note in report.notes)
 
 
 def test_effective_settings():

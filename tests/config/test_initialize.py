@@ -67,7 +67,8 @@ def test_without_any_optimizer_the_way_out_is_named():
 
 def test_what_the_engine_lacks_is_refused_by_name():
     config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    with pytest.raises(zero2jax.ConfigError, match=r"zero_optimization.offload_optimizer.device = 'cpu'"):
+    words = r"Switch it off \(bf16 .*\): 1 error\n  - zero_optimization.offload_optimizer.device = 'cpu'"
+    with pytest.raises(zero2jax.ConfigError, match=words):
         zero2jax.initialize(loss_fn, optax.sgd(0.1), config, zero2jax.make_mesh(data=2))
 
 
@@ -99,6 +100,33 @@ def test_a_step_with_bf16_and_a_gradient_that_is_not_finite_is_skipped():
     params, metrics = first_step(config, optax.sgd(0.1), np.full_like(BATCH, np.inf))
     assert bool(metrics["applied"])
     assert not np.isfinite(params).all()
+
+
+@pytest.mark.filterwarnings("ignore:activation settings. the loss function has no layers:UserWarning")
+def test_every_warning_points_at_the_line_that_called():
+    config = {
+        "seed": 1,
+        "optimizer": {"type": "SGD"},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 100},
+        "activation_checkpointing": {"partition_activations": True},
+    }
+    with pytest.warns(zero2jax.ConfigWarning) as early:
+        engine = zero2jax.initialize(loss_fn, optax.sgd(0.1), config, zero2jax.make_mesh(data=1))
+    state = engine.init({"w": np.ones((2, 2), np.float32)})
+    with pytest.warns(zero2jax.ConfigWarning) as late:  # only compilation learns of the platform
+        engine.step(state, BATCH)
+    found = [w for w in (*early, *late) if issubclass(w.category, zero2jax.ConfigWarning)]
+    causes = (
+        "seed: unknown",
+        "on one device",
+        "['optimizer'] are not used",
+        "partition_activations",
+        "reduce_bucket",
+    )
+    assert len(found) == len(causes)
+    assert all(cause in str(w.message) for cause, w in zip(causes, found, strict=True))
+    assert {w.filename for w in found} == {__file__}
+    assert sorted({w.lineno for w in found}) == [early[0].lineno, late[0].lineno]
 
 
 def test_one_device_warns_that_nothing_is_saved():

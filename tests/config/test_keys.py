@@ -3,7 +3,7 @@
 from zero2jax.config.keys import KEYS, Treatment
 from zero2jax.config.params import OPTIMIZERS, SCHEDULERS
 from zero2jax.config.reading import read_config
-from zero2jax.config.rules import settings
+from zero2jax.config.rules import key_values
 from zero2jax.config.values import names_of
 
 FROZEN = {
@@ -111,7 +111,7 @@ def test_every_field_has_a_treatment_and_every_treatment_a_field():
             "zero_optimization": {"offload_optimizer": {}, "offload_param": {}},
         }
     )
-    paths = {path for path, _, _ in settings(every_block) if ".params." not in path}
+    paths = {path for path, _, _ in key_values(every_block) if ".params." not in path}
     for kind, types in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)):
         paths |= {f"{kind}.params.{name}" for cls in types.values() for name in names_of(cls)}
     converted = {path for path, key in KEYS.items() if key.treatment is Treatment.CONVERTED}

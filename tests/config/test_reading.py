@@ -1,4 +1,4 @@
-"""Loading: sources, conversions, errors that name key, value, rule and way out; batch triangle; "auto"."""
+"""Loading: sources, conversions, errors that name key, value, rule and way out; "auto"."""
 
 import argparse
 import contextlib
@@ -16,12 +16,11 @@ from zero2jax.config.reading import (
     ConfigError,
     ConfigWarning,
     add_config_arguments,
-    device_notes,
     load_config,
-    not_yet,
     read_config,
     resolve_auto,
 )
+from zero2jax.config.rules import not_yet
 from zero2jax.config.values import names_of
 
 
@@ -170,11 +169,45 @@ def test_strings_for_numbers_and_booleans_are_converted_with_a_warning():
     ]
 
 
-def test_unknown_top_level_key_warns_with_the_closest_match():
-    with pytest.warns(
-        ConfigWarning, match="gradient_clip: unknown key. Did you mean 'gradient_clipping'. It is ignored"
-    ):
-        assert load_config({"gradient_clip": 1.0}).gradient_clipping == 0.0
+@pytest.mark.parametrize(
+    ("raw", "meant"),
+    [
+        ({"gradient_clip": 1.0}, "gradient_clipping"),
+        ({"zero_optimisation": {"stage": 3}}, "zero_optimization"),
+        ({"Zero_Optimization": {"stage": 3}}, "zero_optimization"),
+        ({"zero-optimization": {"stage": 3}}, "zero_optimization"),
+        ({"zeroOptimization": {"stage": 3}}, "zero_optimization"),
+        ({"zero": {"stage": 3}}, "zero_optimization"),
+        ({"stage": 3}, "zero_optimization.stage"),
+        ({"offload_optimizer": {"device": "cpu"}}, "zero_optimization.offload_optimizer"),
+        ({"BF16": {"enabled": True}}, "bf16"),
+        ({"fp_16": {"enabled": True}}, "fp16"),
+        ({"train_batchsize": 8}, "train_batch_size"),
+        ({"optimiser": {"type": "Adam"}}, "optimizer"),
+        ({"lr_scheduler": {"type": "WarmupLR"}}, "scheduler"),
+        ({"gradient_accumulation": 4}, "gradient_accumulation_steps"),
+        ({"activation_checkpoint": {"cpu_checkpointing": True}}, "activation_checkpointing"),
+    ],
+)
+def test_a_top_level_key_that_must_mean_a_known_one_is_an_error_that_names_it(raw, meant):
+    found = errors_of({"train_micro_batch_size_per_gpu": 1, **raw})
+    way_out = "If it is a key of your own, begin its name with an underscore."
+    assert found == (f"{next(iter(raw))}: unknown key. Did you mean '{meant}'? {way_out}",)
+
+
+@pytest.mark.parametrize("key", ["seed", "model_name", "train_data", "log_dir", "lr", "_comment", "_fp16"])
+def test_a_top_level_key_that_resembles_nothing_is_a_note(key):
+    with pytest.warns(ConfigWarning, match=rf"\(dict\): {key}: unknown key. It is ignored"):
+        assert load_config({key: {"enabled": True}}) == Config()
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in names_of(Config) if name not in ("optimizer", "scheduler")]
+)
+def test_a_missing_letter_is_noticed_in_every_known_key(name):
+    misspelt = name[0] + name[2:]
+    with pytest.raises(ConfigError, match=f"{misspelt}: unknown key. Did you mean '"):
+        read_config({misspelt: 1})
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(0, False), (1, False), (2, False), (3, True)])
@@ -255,180 +288,6 @@ def test_aliases_of_stage3_keys_and_bfloat16():
     assert config.bf16.enabled
     found = errors_of({"bf16": {}, "bfloat16": {}})
     assert "the same setting is also given as 'bf16'" in found[0]
-
-
-# Rules across keys
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("keys", [{"prescale_gradients": True}, {"gradient_predivide_factor": 2.0}])
-def test_mean_by_reduce_scatter_excludes_pre_division(stage, keys):
-    found = errors_of({**zero(stage=stage), **keys})
-    assert "the mean is taken by the reduce-scatter" in found[0]
-    read_config({**zero(stage=stage, reduce_scatter=False), **keys})
-
-
-def test_pre_division_is_accepted_without_sharding():
-    assert read_config({**zero(stage=0), "prescale_gradients": True}).prescale_gradients
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_communication_dtypes_of_reduce_scatter(dtype):
-    assert read_config({**zero(stage=2), "communication_data_type": dtype}).communication_data_type == dtype
-
-
-def test_fp16_and_bf16_exclude_each_other():
-    assert "exclude each other" in errors_of({"fp16": {"enabled": True}, "bf16": {"enabled": True}})[0]
-
-
-def test_param_dtype_must_agree_with_the_precision():
-    raw = {"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp32"}}
-    assert "must agree with the compute dtype, here bf16" in errors_of(raw)[0]
-
-
-@pytest.mark.parametrize("name", ["loss_scale_window", "min_loss_scale"])
-def test_dynamic_loss_scale_settings_are_checked_when_used(name):
-    assert "at least 1" in errors_of({"fp16": {"enabled": True, name: 0}})[0]
-    read_config({"fp16": {"enabled": False, name: 0}})
-    read_config({"fp16": {"enabled": True, "loss_scale": 128, name: 0}})
-
-
-def test_twin_flow_ratio_needs_stage_3():
-    offload = {"device": "cpu", "ratio": 0.3}
-    assert "needs stage 3" in errors_of(zero(stage=2, offload_optimizer=offload))[0]
-    read_config(zero(stage=3, offload_optimizer=offload))
-
-
-def test_allgather_bucket_size_must_be_even():
-    assert "must be even" in errors_of(zero(stage=2, allgather_bucket_size=1001))[0]
-    read_config(zero(stage=2, allgather_bucket_size=1000))
-
-
-def test_contiguous_activations_need_partition_and_number():
-    found = errors_of({"activation_checkpointing": {"contiguous_memory_optimization": True}})
-    assert [error.split(" = ")[0] for error in found] == [
-        "activation_checkpointing.partition_activations",
-        "activation_checkpointing.number_checkpoints",
-    ]
-
-
-def test_sum_is_refused_at_stage_3_only():
-    assert "stage 3 takes the mean" in errors_of({**zero(stage=3), "gradient_allreduce_op": "sum"})[0]
-    assert not not_yet(read_config({**zero(stage=2), "gradient_allreduce_op": "sum"}))
-
-
-def test_offload_param_below_stage_3_warns_and_is_ignored():
-    config = read_config(zero(stage=2, offload_param={"device": "cpu"}))
-    assert any("offload_param is ignored at stage 2" in note for note in config.notes)
-    assert not_yet(config) == []
-    assert not_yet(read_config(zero(stage=3, offload_param={"device": "cpu"})))
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_one_device_saves_nothing_at_stages_1_and_2(stage):
-    note = device_notes(read_config(zero(stage=stage)), 1)[0]
-    assert "saves nothing" in note
-    assert "offload_optimizer" in note
-    assert "stage 3" in note
-    assert device_notes(read_config(zero(stage=stage)), 2) == []
-
-
-def test_ignored_keys_are_named_once():
-    config = read_config(
-        zero(stage=2, contiguous_gradients=True, round_robin_gradients=True, grad_hooks=True)
-    )
-    assert config.notes == (
-        "no effect here: zero_optimization.contiguous_gradients, zero_optimization.round_robin_gradients, "
-        "zero_optimization.grad_hooks (`zero2jax check` says why).",
-    )
-
-
-@pytest.mark.parametrize(
-    ("raw", "path"),
-    [
-        ({"fp16": {"enabled": True}}, "fp16.enabled"),
-        (zero(stage=2, offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer.device"),
-        (zero(stage=3, zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
-        (zero(stage=2, ignore_unused_parameters=False), "zero_optimization.ignore_unused_parameters"),
-        ({"tensorboard": {"enabled": True, "output_path": "x"}}, "tensorboard.enabled"),
-        ({"csv_monitor": {"enabled": True}}, "csv_monitor.enabled"),
-        ({"wandb": {"enabled": True}}, "wandb.enabled"),
-        ({"flops_profiler": {"enabled": True, "profile_step": 3}}, "flops_profiler.enabled"),
-        ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
-        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
-        ({"communication_data_type": "fp16"}, "communication_data_type"),
-    ],
-)
-def test_not_yet_names_the_switch_only(raw, path):
-    lines = not_yet(read_config(raw))
-    assert [line.split(" = ")[0] for line in lines] == [path]
-
-
-def test_not_yet_ignores_blocks_that_are_off():
-    raw = {
-        "fp16": {"enabled": False, "hysteresis": 4},
-        "tensorboard": {"enabled": False, "output_path": "x"},
-        "bf16": {"enabled": False, "check_grad_overflow": True},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none", "pin_memory": False}},
-    }
-    assert not_yet(read_config(raw)) == []
-
-
-# Batch triangle: (shards, TB, MB, GAS) as given -> result
-
-
-@pytest.mark.parametrize(
-    ("given_sizes", "expected"),
-    [
-        ((2, 32, 16, 1), (32, 16, 1)),
-        ((2, 32, 8, 2), (32, 8, 2)),
-        ((2, 32, 16, None), (32, 16, 1)),
-        ((2, 32, 4, None), (32, 4, 4)),
-        ((2, 32, None, 2), (32, 8, 2)),
-        ((2, None, 8, 2), (32, 8, 2)),
-        ((2, 32, None, None), (32, 16, 1)),
-        ((2, None, 16, None), (32, 16, 1)),
-    ],
-)
-def test_batch_triangle(given_sizes, expected):
-    shards, total, micro, steps = given_sizes
-    config = Config(
-        train_batch_size=total, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=steps
-    )
-    assert config.batch_sizes(shards) == expected
-
-
-@pytest.mark.parametrize(
-    "sizes", [(2, 33, 17, 2), (2, 32, 18, 1), (3, 32, None, None), (2, 32, 5, None), (8, 4, None, None)]
-)
-def test_batch_triangle_that_does_not_close(sizes):
-    shards, total, micro, steps = sizes
-    config = Config(
-        train_batch_size=total, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=steps
-    )
-    with pytest.raises(ConfigError) as caught:
-        config.batch_sizes(shards, shards_from="axis 'data' of the mesh")
-    message = str(caught.value)
-    assert (
-        "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * shards" in message
-    )
-    assert f"shards = {shards} (from axis 'data' of the mesh)" in message
-    assert f"here {total} != " in message
-
-
-def test_accumulation_steps_alone_take_the_batch_size_from_the_data():
-    config = read_config({"gradient_accumulation_steps": 2})
-    assert config.batch_sizes(4, batch_size=16) == (16, 2, 2)
-    with pytest.raises(ConfigError, match="neither batch size is given"):
-        config.batch_sizes(4)
-
-
-def test_batch_sizes_left_at_auto_are_named():
-    config = read_config({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"})
-    with pytest.raises(
-        ConfigError, match='Still at "auto": train_batch_size, train_micro_batch_size_per_gpu'
-    ):
-        config.batch_sizes(4)
 
 
 # "auto"
@@ -541,7 +400,12 @@ def test_random_text_gives_a_config_or_a_config_error(text):
 
 def test_a_misspelt_top_level_key_is_told_along_with_the_errors():
     with pytest.raises(ConfigError) as caught:
-        load_config({"train_batchsize": 8, "optimizer": {"type": "Adam", "params": {"beta": 1}}})
-    assert [error.split(" = ")[0].split(":")[0] for error in caught.value.errors] == ["optimizer.params.beta"]
-    assert any("train_batchsize" in note for note in caught.value.notes)
-    assert "noticed: train_batchsize" in str(caught.value)
+        load_config(
+            {"data_path": "x", "train_batchsize": 8, "optimizer": {"type": "Adam", "params": {"beta": 1}}}
+        )
+    assert [error.split(" = ")[0].split(":")[0] for error in caught.value.errors] == [
+        "train_batchsize",
+        "optimizer.params.beta",
+    ]
+    assert any("data_path" in note for note in caught.value.notes)
+    assert "noticed: data_path" in str(caught.value)

@@ -1,6 +1,7 @@
 """The launcher: outputs, failures, signals, restarts. Most programs here are shell or plain Python, quick to start."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,6 @@ import jax
 import pytest
 from spawn import environment, launch_arguments, write_program
 
-from zero2jax.cli.launch import launch as launch_command
 from zero2jax.cli.launch import split_script
 from zero2jax.cli.main import main
 from zero2jax.launching.local import Launch, free_port, make_commands, process_environment, run_launch
@@ -110,7 +110,18 @@ def test_settings_that_cannot_be_are_refused():
     ],
 )
 def test_what_follows_the_script_is_the_scripts(words, expected):
-    assert split_script(words, launch_command) == expected
+    assert split_script(words) == expected
+
+
+def test_the_launchers_options_have_these_names(capsys):
+    with pytest.raises(SystemExit):
+        main(["launch", "--help"])
+    counts = (
+        "--processes --devices-per-process --max-restarts --grace-s --hosts --first-process --total-processes"
+    )
+    others = "--platform --logs --hostfile --include --exclude --print --coordinator --end-with-stdin --help"
+    written = re.findall(r"^\W+(?:-h, )?(--[a-z][a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert sorted(written) == sorted(f"{counts} {others}".split())
 
 
 def test_options_after_the_script_are_said_by_name(capfd):

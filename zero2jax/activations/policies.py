@@ -16,11 +16,12 @@ the example model uses; other models choose their own and pass a mapping `{"name
 """
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+
+from zero2jax.base.names import did_you_mean
 
 Policy = Callable[..., Any]
 PolicyLike = str | Mapping[str, str] | Sequence["PolicyLike"] | Policy
@@ -148,7 +149,8 @@ def remat_policy(policy: PolicyLike) -> Policy:
             )
         if policy not in WORDS:
             raise ValueError(
-                f"looking up the remat policy {policy!r}: there is none of that name. {nearest(policy, known_words())} "
+                f"looking up the remat policy {policy!r}: there is none of that name. "
+                f"{did_you_mean(policy, known_words())} "
                 f'A tensor is named in a mapping, as in {{"{policy}": "save"}}.'
             )
         return WORDS[policy]
@@ -177,7 +179,8 @@ def _tensor_policy(actions: Mapping[str, str]) -> TensorPolicy:
     for name, action in actions.items():
         if action not in ACTIONS:
             raise ValueError(
-                f"reading a remat policy: tensor {name!r} has the action {action!r}. {nearest(str(action), ACTIONS)}"
+                f"reading a remat policy: tensor {name!r} has the action {action!r}. "
+                f"{did_you_mean(str(action), ACTIONS)}"
             )
     named = lambda wanted: tuple(name for name, action in actions.items() if action == wanted)
     return TensorPolicy(named("save"), named("offload"), named("recompute"))
@@ -199,12 +202,5 @@ def check_tensors(policy: Policy | None, known: Iterable[str], where: str) -> No
         if name not in names:
             raise ValueError(
                 f"applying a remat policy to {where}: it names the tensor {name!r}, and there is none of that name. "
-                f"{nearest(name, names)} Tensors are named by jax.ad_checkpoint.checkpoint_name(x, name)."
+                f"{did_you_mean(name, names)} Tensors are named by jax.ad_checkpoint.checkpoint_name(x, name)."
             )
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """`Did you mean ...?`, or what there is."""
-    near = difflib.get_close_matches(name, known, n=1)
-    there_is = ", ".join(known) if known else "none at all"
-    return f"Did you mean {near[0]!r}?" if near else f"There is: {there_is}."

@@ -3,13 +3,13 @@
 Pure Python over names, shapes and dtypes.
 """
 
-import difflib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
+from zero2jax.base.names import nearest
 from zero2jax.base.pytrees import LeafPredicate
 from zero2jax.checkpoints.format import Checkpoint, CheckpointError, SavedLeaf
 from zero2jax.checkpoints.state_leaves import StateLeaf, default_key_impl
@@ -140,7 +140,7 @@ def check_prefixes(prefixes: Sequence[str], names: Sequence[str], doing: str, ar
     for prefix in prefixes:
         if not any(_below(name, prefix) for name in names):
             tops = sorted({"/".join(name.split("/")[: prefix.count("/") + 1]) for name in names})
-            near = difflib.get_close_matches(prefix, tops, n=3, cutoff=0.4) or tops[:_SHOWN]
+            near = nearest(prefix, tops, count=3, cutoff=0.4) or tops[:_SHOWN]
             raise CheckpointError(
                 f"{doing}: {argument} has {prefix!r}, and no leaf has this name or lies below it. Names begin with "
                 f"their top, as in {near}."

@@ -7,7 +7,6 @@ Neither direction builds a whole leaf that does not rest whole.
 
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero2jax.base.pytrees import path_string
+from zero2jax.base.versions import installed_version
 from zero2jax.checkpoints.format import Box, Checkpoint, CheckpointError, SavedLeaf, cut_into_blocks, part_of
 from zero2jax.engine import Engine
 from zero2jax.zero.state import Layout, TrainState
@@ -173,12 +173,7 @@ def _read_boxes(
 def manifest_info(engine: Engine) -> dict[str, Any]:
     """What a manifest says of the engine and of the versions, in JSON's own types."""
     packages = ("zero2jax", "jax", "numpy", "optax", "orbax-checkpoint")
-    versions = {}
-    for package in packages:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:  # run from a checkout
-            versions[package] = "unknown"
+    versions = {package: installed_version(package) or "unknown" for package in packages}
     info = {
         "versions": versions,
         "config": engine.config,

@@ -1,1 +1,13 @@
-"""The room `cli`."""
+"""The command line: parse, load, call one public function, print. What it needs is the extra `cli`: rich and tyro.
+
+In reading order:
+
+    main      the commands and their arguments, errors as one line and exit code 2
+    check     a configuration as tables
+    info      versions and devices
+    plan      a program of the user's, planned, searched or tabulated
+    launch    a script as several processes
+    usage     the error of wrong use
+
+Imports every room; no room imports it. `zero2jax/__main__.py` looks whether its packages are there.
+"""

@@ -1,6 +1,5 @@
 """What `zero2jax info` prints: versions and devices of this process. The report starts the backend."""
 
-import importlib.metadata
 import platform
 from typing import Any
 
@@ -9,16 +8,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from zero2jax.base.versions import installed_version
+from zero2jax.planning.targets import CUDA_PACKAGES
+
 _PACKAGES = ("zero2jax", "jax", "jaxlib", "optax", "orbax-checkpoint", "flax", "numpy")
-_CUDA_COMPILER = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
 
 
 def environment_report() -> dict[str, Any]:
     """Versions, devices, and whether CUDA compiles here without a GPU; plain JSON types."""
-    cuda = {name: _version(name) for name in _CUDA_COMPILER}
+    cuda = {name: installed_version(name) for name in CUDA_PACKAGES}
     return {
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: installed_version(name) for name in _PACKAGES},
         "cuda_compiler": {"available": None not in cuda.values(), "packages": cuda},
         "backend": jax.default_backend(),
         "num_processes": jax.process_count(),
@@ -51,13 +52,6 @@ def print_environment(report: dict[str, Any], console: Console | None = None) ->
         count = sum((d["platform"], d["kind"]) == (name, kind) for d in report["devices"])
         table.add_row("devices", f"{count} x {name} ({kind}), memory kinds: {memories or 'unknown'}")
     console.print(table)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _memory_kinds(device: jax.Device) -> list[str]:

@@ -1,12 +1,11 @@
 """`zero2jax launch`: from words on a command line to processes on this host or others, or to a scheduler's script."""
 
-import inspect
 import os
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -21,24 +20,88 @@ from zero2jax.processes.cluster_env import RESTARTS
 _PRINTED = {"slurm": slurm_script, "mpi": mpi_command, "k8s": jobset_manifest}
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProcessOptions:
+    """What to start, on each host.
+
+    Attributes:
+        processes: Processes on each host; 1, or one per slot of a hostfile.
+        devices_per_process: Simulated CPU devices, or GPUs, per process.
+        platform: Simulated CPU devices or GPUs; by default GPUs if there are any.
+        logs: Folder for one log file per process.
+        max_restarts: After a failure start anew, so often at most, with the processes or hosts that had not failed.
+        grace_s: Seconds that the processes have to end after Ctrl-C or SIGTERM.
+    """
+
+    processes: int | None = None
+    devices_per_process: int | None = None
+    platform: Literal["cpu", "gpu"] | None = None
+    logs: Path | None = None
+    max_restarts: int = 0
+    grace_s: float = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostOptions:
+    """On which hosts, through ssh or by a scheduler.
+
+    Attributes:
+        hostfile: Run on the hosts of this file through ssh; lines of the form `host slots=N`.
+        include: Hosts and slots of the hostfile to use, HOST[:SLOT,SLOT...][@HOST...].
+        exclude: Those not to use.
+        print_for: Start nothing; print a Slurm script, an mpirun line or a Kubernetes JobSet.
+        hosts: For --print, how many hosts there are.
+    """
+
+    hostfile: Path | None = None
+    include: str = ""
+    exclude: str = ""
+    print_for: Annotated[Literal["slurm", "mpi", "k8s"] | None, tyro.conf.arg(name="print")] = None
+    hosts: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceOptions:
+    """Which of all processes are here, where each host is given a launch of its own.
+
+    Attributes:
+        coordinator: HOST or HOST:PORT of process 0; the first host of a hostfile, else this one.
+        first_process: Index of the first process of this host.
+        total_processes: Processes on all hosts.
+        end_with_stdin: End when standard input ends.
+    """
+
+    coordinator: str | None = None
+    first_process: int = 0
+    total_processes: int | None = None
+    end_with_stdin: bool = False
+
+
+_GROUPS = (ProcessOptions, HostOptions, PlaceOptions)
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The hosts of a hostfile that are used and their slots, none without a hostfile; whether a filter chose them."""
+
+    hosts: Hosts
+    filtered: bool
+
+    @property
+    def first(self) -> str | None:
+        return next(iter(self.hosts), None)
+
+    @property
+    def first_slots(self) -> tuple[int, ...] | None:
+        return next(iter(self.hosts.values()), None)
+
+
 def launch(
     script: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SCRIPT")],
-    args: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ARGS")] = (),
-    processes: int | None = None,
-    devices_per_process: int | None = None,
-    platform: Literal["cpu", "gpu"] | None = None,
-    logs: Path | None = None,
-    max_restarts: int = 0,
-    grace_s: float = 30,
-    hostfile: Path | None = None,
-    include: str = "",
-    exclude: str = "",
-    print_for: Annotated[Literal["slurm", "mpi", "k8s"] | None, tyro.conf.arg(name="print")] = None,
-    hosts: int | None = None,
-    coordinator: str | None = None,
-    first_process: int = 0,
-    total_processes: int | None = None,
-    end_with_stdin: bool = False,
+    args: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ARGS")],
+    processes: tyro.conf.OmitArgPrefixes[ProcessOptions],
+    hosts: tyro.conf.OmitArgPrefixes[HostOptions],
+    place: tyro.conf.OmitArgPrefixes[PlaceOptions],
 ) -> int:
     """Run a script as several processes that find each other by zero2jax.init_distributed().
 
@@ -47,89 +110,104 @@ def launch(
     Args:
         script: A Python script, or any other command.
         args: Its arguments.
-        processes: Processes on each host; 1, or one per slot of a hostfile.
-        devices_per_process: Simulated CPU devices, or GPUs, per process.
-        platform: Simulated CPU devices or GPUs; by default GPUs if there are any.
-        logs: Folder for one log file per process.
-        max_restarts: After a failure start anew, so often at most, with the processes or hosts that had not failed.
-        grace_s: Seconds that the processes have to end after Ctrl-C or SIGTERM.
-        hostfile: Run on the hosts of this file through ssh; lines of the form `host slots=N`.
-        include: Hosts and slots of the hostfile to use, HOST[:SLOT,SLOT...][@HOST...].
-        exclude: Those not to use.
-        print_for: Start nothing; print a Slurm script, an mpirun line or a Kubernetes JobSet.
-        hosts: For --print, how many hosts there are.
-        coordinator: HOST or HOST:PORT of process 0; the first host of a hostfile, else this one.
-        first_process: Index of the first process of this host, where each host is given its own launch.
-        total_processes: Processes on all hosts.
-        end_with_stdin: End when standard input ends.
+        processes: What to start, on each host.
+        hosts: On which hosts.
+        place: Which of all processes are here.
     """
     try:
-        check_counts(processes=processes, devices_per_process=devices_per_process, hosts=hosts)
-        if total_processes is not None and max_restarts:
-            raise ValueError(
-                f"launching with --max-restarts {max_restarts} and --total-processes {total_processes}: the launchers "
-                f"of the other hosts do not know of a restart here. Use --hostfile, which restarts on all hosts, or "
-                f"let what starts the launchers restart all of them."
-            )
-        chosen = _chosen_hosts(hostfile, include, exclude)
-        first_slots = next(iter(chosen.values()), None)
-        count, each = processes or 1, devices_per_process
-        if first_slots is not None or print_for is not None:
-            count, each = divide(len(first_slots or (0,)), processes, devices_per_process)
-        program = (script, *args)
-        _warn_of_misplaced(args)
-        if print_for is not None:
-            where = (
-                hosts or len(chosen) or 1,
-                count,
-                each or 1,
-                platform or "gpu",
-                logs,
-                max_restarts,
-                hostfile,
-            )
-            _check_printable(chosen, print_for)
-            named = tuple(chosen) if include or exclude else ()
-            job = Job(program, *where, coordinator or next(iter(chosen), None), named)
-            print(_PRINTED[print_for](job), end="")
-            return 0
-        here = Launch(
-            program,
-            count,
-            each,
-            platform or find_platform(os.environ),
-            logs,
-            max_restarts,
-            grace_s,
-            coordinator,
-            first_process,
-            total_processes,
-            end_with_stdin,
-            int(os.environ.get(RESTARTS, 0)),
-            first_slots,
+        check_counts(
+            processes=processes.processes,
+            devices_per_process=processes.devices_per_process,
+            hosts=hosts.hosts,
         )
-        if not chosen or _is_here(chosen):
+        if place.total_processes is not None and processes.max_restarts:
+            raise ValueError(
+                f"launching with --max-restarts {processes.max_restarts} and --total-processes "
+                f"{place.total_processes}: the launchers of the other hosts do not know of a restart here. Use "
+                f"--hostfile, which restarts on all hosts, or let what starts the launchers restart all of them."
+            )
+        chosen = _chosen_hosts(hosts)
+        _warn_of_misplaced(args)
+        if hosts.print_for is not None:
+            _check_printable(chosen.hosts, hosts.print_for)
+            job = _job((script, *args), processes, hosts, place, chosen)
+            print(_PRINTED[hosts.print_for](job), end="")
+            return 0
+        here = _launch((script, *args), processes, place, chosen)
+        if not chosen.hosts or _is_here(chosen.hosts):
             return run_launch(here)
-        everywhere = replace(here, devices_per_process=devices_per_process, total_processes=None)
-        return run_on_hosts(everywhere, chosen, processes=processes, platform=platform)
+        everywhere = replace(here, devices_per_process=processes.devices_per_process, total_processes=None)
+        return run_on_hosts(
+            everywhere, chosen.hosts, processes=processes.processes, platform=processes.platform
+        )
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
 
 
-def _chosen_hosts(hostfile: Path | None, include: str, exclude: str) -> Hosts:
-    if hostfile is not None:
-        return filter_hosts(parse_hostfile(hostfile.read_text(), str(hostfile)), include, exclude)
-    if include or exclude:
+def _job(
+    program: tuple[str, ...],
+    processes: ProcessOptions,
+    hosts: HostOptions,
+    place: PlaceOptions,
+    chosen: _Chosen,
+) -> Job:
+    """What a scheduler is given; without a hostfile, a host has one slot."""
+    share = divide(len(chosen.first_slots or (0,)), processes.processes, processes.devices_per_process)
+    return Job(
+        program,
+        num_hosts=hosts.hosts or len(chosen.hosts) or 1,
+        processes_per_host=share.processes,
+        devices_per_process=share.devices_per_process,
+        platform=processes.platform or "gpu",
+        logs=processes.logs,
+        max_restarts=processes.max_restarts,
+        hostfile=hosts.hostfile,
+        coordinator_host=place.coordinator or chosen.first,
+        hosts=tuple(chosen.hosts) if chosen.filtered else (),
+    )
+
+
+def _launch(
+    program: tuple[str, ...], processes: ProcessOptions, place: PlaceOptions, chosen: _Chosen
+) -> Launch:
+    """What to run on this host, or on its kind if there are several."""
+    count, each = processes.processes or 1, processes.devices_per_process
+    if chosen.first_slots is not None:
+        share = divide(len(chosen.first_slots), processes.processes, processes.devices_per_process)
+        count, each = share.processes, share.devices_per_process
+    return Launch(
+        program,
+        num_processes=count,
+        devices_per_process=each,
+        platform=processes.platform or find_platform(os.environ),
+        logs=processes.logs,
+        max_restarts=processes.max_restarts,
+        grace_s=processes.grace_s,
+        coordinator=place.coordinator,
+        first_process=place.first_process,
+        total_processes=place.total_processes,
+        end_with_stdin=place.end_with_stdin,
+        num_restarts=int(os.environ.get(RESTARTS, 0)),
+        slots=chosen.first_slots,
+    )
+
+
+def _chosen_hosts(options: HostOptions) -> _Chosen:
+    filtered = bool(options.include or options.exclude)
+    if options.hostfile is not None:
+        slots = parse_hostfile(options.hostfile.read_text(), str(options.hostfile))
+        return _Chosen(filter_hosts(slots, options.include, options.exclude), filtered)
+    if filtered:
         raise ValueError(
             "filtering hosts by --include or --exclude: there is no --hostfile to filter. Give one."
         )
-    return {}
+    return _Chosen({}, filtered)
 
 
-def _check_printable(chosen: Hosts, print_for: str) -> None:
+def _check_printable(hosts: Hosts, print_for: str) -> None:
     """What is printed gives every host the same number of processes, and its first slots."""
-    for host, slots in chosen.items():
-        if slots != tuple(range(len(next(iter(chosen.values()))))):
+    for host, slots in hosts.items():
+        if slots != tuple(range(len(next(iter(hosts.values()))))):
             raise ValueError(
                 f"printing for {print_for}: host {host} has the slots {', '.join(map(str, slots))}; all hosts must "
                 f"have the same number of slots, from 0 on. Filter hosts only, or launch by ssh, without --print."
@@ -142,8 +220,17 @@ def _is_here(hosts: Hosts) -> bool:
     return not others and (is_loopback(host) or host == socket.gethostname())
 
 
+def _options() -> dict[str, bool]:
+    """Every option of the launcher as it is written, and whether it stands alone, without a value."""
+    options = [field for group in _GROUPS for field in fields(group)]
+    names = {"print_for": "print"}
+    return {"--" + names.get(f.name, f.name).replace("_", "-"): f.default is False for f in options}
+
+
 def _warn_of_misplaced(arguments: Sequence[str]) -> None:
-    misplaced = misplaced_options(arguments, launch)
+    """Say which options of the launcher are among a script's arguments; `--platform` many scripts have themselves."""
+    ours = _options().keys() - {"--platform"}
+    misplaced = [word for word in arguments if _normal(word) in ours]
     if misplaced:
         say(
             f"{', '.join(misplaced)} came after the script and belongs to it. If it is meant for the launcher, put it "
@@ -151,21 +238,17 @@ def _warn_of_misplaced(arguments: Sequence[str]) -> None:
         )
 
 
-def misplaced_options(arguments: Sequence[str], command: Callable[..., Any]) -> list[str]:
-    """Options of `command` among a script's arguments, most likely meant for the launcher."""
-    names = {"--" + name.replace("_", "-") for name in inspect.signature(command).parameters}
-    names = names - {"--script", "--args", "--print-for"} | {"--print"}
-    return [word for word in arguments if word.split("=")[0].replace("_", "-") in names - {"--platform"}]
-
-
-def split_script(arguments: Sequence[str], command: Callable[..., Any]) -> list[str]:
-    """`arguments` of a command with `--` before its first word that is no option, nor the value of one."""
-    parameters = inspect.signature(command).parameters
-    flags = {"--" + name.replace("_", "-") for name, p in parameters.items() if p.default is False}
+def split_script(arguments: Sequence[str]) -> list[str]:
+    """The launcher's arguments with `--` before the first word that is no option, nor the value of one."""
+    alone = {name for name, has_no_value in _options().items() if has_no_value} | {"-h", "--help"}
     i = 0
     while i < len(arguments) and arguments[i].startswith("-"):
         if arguments[i] == "--":
             return list(arguments)
-        alone = arguments[i].replace("_", "-") in flags | {"-h", "--help"} or "=" in arguments[i]
-        i += 1 if alone else 2
+        i += 1 if _normal(arguments[i]) in alone or "=" in arguments[i] else 2
     return [*arguments[:i], "--", *arguments[i:]] if i < len(arguments) else list(arguments)
+
+
+def _normal(word: str) -> str:
+    """An option without its value, with dashes for underscores."""
+    return word.split("=")[0].replace("_", "-")

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from zero2jax.activations.policies import known_words, nearest
+from zero2jax.activations.policies import known_words
+from zero2jax.base.names import did_you_mean
 from zero2jax.checkpoints.export import export_checkpoint, parse_bytes
 from zero2jax.checkpoints.format import CheckpointError
 from zero2jax.cli.check import print_report
@@ -148,7 +149,7 @@ def activations(
     sizes = parse_axes(axes)
     unknown = [policy for policy in policies if policy not in known_words()]
     if unknown:
-        raise UsageError(f"reading --policies {unknown[0]}: {nearest(unknown[0], known_words())}")
+        raise UsageError(f"reading --policies {unknown[0]}: {did_you_mean(unknown[0], known_words())}")
     try:
         settings = PlanSettings(sizes, get_target(target), devices_per_host, memory_fraction)
     except ValueError as error:
@@ -274,7 +275,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code; usage errors leave through `SystemExit(2)`."""
     words = list(sys.argv[1:] if args is None else args)
     if words[:1] == ["launch"]:
-        words[1:] = split_script(words[1:], launch)
+        words[1:] = split_script(words[1:])
     try:
         code = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,

@@ -5,7 +5,6 @@ devices as the axes need for target `cpu`.
 """
 
 import contextlib
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from zero2jax.base.mesh import DATA_AXIS, REPLICA_AXIS
+from zero2jax.base.names import nearest
 from zero2jax.cli.usage import UsageError
 from zero2jax.config.reading import Source
 from zero2jax.planning.planner import PlanSettings, Program, compile_plan, lower_plan, prepare_plan
@@ -90,7 +90,7 @@ def load_function(name: str) -> Callable[..., Program]:
     function = getattr(module, function_name, None)
     if not callable(function):
         names = [n for n, x in vars(module).items() if inspect.isfunction(x) and not n.startswith("_")]
-        near = difflib.get_close_matches(function_name, names, n=3) or sorted(names)[:6]
+        near = nearest(function_name, names, count=3) or sorted(names)[:6]
         raise UsageError(
             f"reading {name!r}: module {module_name!r} has no function {function_name!r}. It has {', '.join(near)}."
         )

@@ -1,1 +1,16 @@
-"""The room `config`."""
+"""A DeepSpeed JSON becomes an engine. No DeepSpeed word is known outside of this room.
+
+In reading order, from the file to the engine:
+
+    reading            a file, a text or a dict becomes a `Config`; all errors of a file at once
+    schema, params     `Config` as frozen dataclasses, named as DeepSpeed names its keys; parameters of optimizers
+    values             what a single value may be; how one block is read
+    keys               the table: what becomes of every key
+    rules              rules that join several keys; what the engine does not have yet
+    translate          `Config` -> `EngineSettings`, once
+    optimizers, schedules, compiler_options    the blocks that are not settings: optax, learning rates, XLA
+    initialize         the engine
+    check              the same settings in words, for `zero2jax check`
+
+Imports base, zero, activations, processes and engine. Other rooms import initialize, reading, check and values.
+"""

@@ -4,17 +4,21 @@
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from zero2jax.config.compiler_options import compiler_options
+import jax.numpy as jnp
+
+from zero2jax.activations.layers import ActivationSettings
 from zero2jax.config.keys import KEYS, Treatment
-from zero2jax.config.rules import device_notes, not_yet, settings
+from zero2jax.config.rules import device_notes, key_values, not_yet
 from zero2jax.config.schema import Config
+from zero2jax.config.translate import DTYPES, EngineSettings, translate
 from zero2jax.config.values import shown
 
 # Wider than any model: shows the bucket sizes as the file has them.
 _NO_CAP = 1 << 62
+_WORDS = {jnp.dtype(dtype).name: word for word, dtype in DTYPES.items()}
 _SHARDED = (
     "nothing",
     "optimizer state",
@@ -64,18 +68,22 @@ def check_config(config: Config, num_devices: int | None = None, *, every_key: b
       every_key: rows for the keys the file does not have, too.
 
     Raises:
-      ConfigError: the batch sizes do not fit `num_devices`.
+      ConfigError: the batch sizes do not fit `num_devices`; a remat policy is none.
     """
-    notes = config.notes + (() if num_devices is None else tuple(device_notes(config, num_devices)))
-    rows = tuple(row for row in _rows(config) if every_key or row.given)
+    translated = translate(config, num_devices, shards_from="--devices")
     return CheckReport(
-        config.name, num_devices, _effective(config, num_devices), rows, notes, tuple(not_yet(config))
+        config=config.name,
+        num_devices=num_devices,
+        effective=_effective(translated, num_devices),
+        keys=tuple(row for row in _rows(config) if every_key or row.given),
+        notes=config.notes + (() if num_devices is None else tuple(device_notes(config, num_devices))),
+        not_yet=tuple(not_yet(config)),
     )
 
 
 def _rows(config: Config) -> Iterator[Row]:
     given = set(config.given)
-    for path, value, _ in settings(config):
+    for path, value, _ in key_values(config):
         key = KEYS[path]
         yield Row(path, value, path in given, path in config.auto, key.treatment, key.becomes)
     for path, value in _leaves(config.source):
@@ -93,48 +101,58 @@ def _leaves(source: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, An
             yield here, value
 
 
-def _effective(config: Config, num_devices: int | None) -> dict[str, str]:
-    zero = config.zero_optimization
-    compute = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
-    clip = config.gradient_clipping
+def _effective(settings: EngineSettings, num_devices: int | None) -> dict[str, str]:
+    """What the engine would be told, in words."""
+    config, step = settings.config, settings.step
+    compute, reduced, accumulated = (name and _WORDS[name] for name in step.precision.names)
     effective = {
-        "ZeRO stage": f"{zero.stage}, sharded: {_SHARDED[zero.stage]}",
-        "batch": _batch(config, num_devices),
-        "compute dtype": compute,
-        "gradient accumulation dtype": config.data_types.grad_accum_dtype or "fp32",
-        "gradient reduction dtype": config.communication_data_type or compute,
-        "gradient clipping": f"global norm {clip}" if clip else "none",
+        "ZeRO stage": f"{step.stage}, sharded: {_SHARDED[step.stage]}",
+        "batch": _batch(settings, num_devices),
+        "compute dtype": f"{compute}",
+        "gradient accumulation dtype": f"{accumulated}",
+        "gradient reduction dtype": f"{reduced or compute}",
+        "gradient clipping": "none" if step.clip_norm is None else f"global norm {step.clip_norm}",
         "optimizer": _block(config.optimizer, "none in the file: pass tx to initialize"),
         "learning rate": _block(config.scheduler, "constant"),
+        "activations": _activations(settings.activations),
     }
     if "gradient_clipping" not in config.given:
         effective["gradient clipping"] += " (the key is absent; DeepSpeed since 0.19.3 would clip at 1.0)"
     if config.bf16.enabled:
-        effective["non-finite gradients"] = (
-            "the step is skipped" if config.bf16.check_grad_overflow else "the step is applied"
-        )
-    options = compiler_options(config, "gpu", _NO_CAP)
-    for name, value in options.items():
+        applied = "the step is skipped" if step.skip_nonfinite else "the step is applied"
+        effective["non-finite gradients"] = applied
+    for name, value in settings.compiler_options("gpu", _NO_CAP).items():
         at_most = "at most the model, " if name.endswith("_bytes") else ""
         effective[f"on GPUs: {name}"] = f"{at_most}{shown(value)}"
     return effective
 
 
-def _batch(config: Config, num_devices: int | None) -> str:
+def _batch(settings: EngineSettings, num_devices: int | None) -> str:
+    config, step = settings.config, settings.step
     total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
-    steps = config.gradient_accumulation_steps
     if total is None and micro is None:
-        return f"from the data; {steps or 1} microbatches per step"
-    if num_devices is not None:
-        total, micro, steps = config.batch_sizes(num_devices, shards_from="--devices")
+        return f"from the data; {step.num_microbatches} microbatches per step"
+    if num_devices is not None and step.batch_size is not None:
+        total, steps = step.batch_size, step.num_microbatches
+        micro = total // steps // num_devices
         return f"{total} examples = {micro} per device x {steps} microbatches x {num_devices} devices"
-    parts = ((total, "examples per step"), (micro, "per device and microbatch"), (steps, "microbatches"))
+    given = config.gradient_accumulation_steps
+    parts = ((total, "examples per step"), (micro, "per device and microbatch"), (given, "microbatches"))
     return ", ".join(f"{value} {what}" for value, what in parts if value is not None)
+
+
+def _activations(settings: ActivationSettings | None) -> str:
+    if settings is None:
+        return "saved as the loss function says"
+    values = {
+        f.name: getattr(settings, f.name) for f in fields(settings) if getattr(settings, f.name) != f.default
+    }
+    return ", ".join(f"{name} {shown(value)}" for name, value in values.items())
 
 
 def _block(block: Any, otherwise: str) -> str:
     if block is None:
         return otherwise
-    values = {name: value for name, value, default in settings(block.params) if value != default}
+    values = {name: value for name, value, default in key_values(block.params) if value != default}
     text = ", ".join(f"{name} {shown(value)}" for name, value in values.items())
     return f"{block.type} ({text})" if text else f"{block.type} with its defaults"

@@ -6,10 +6,8 @@ element, at most the model. Only keys written in the file reach the compiler (an
 where DeepSpeed switches it on); everything else is left to XLA. Results do not depend on any of them.
 """
 
-import warnings
-
 from zero2jax.config.schema import Config
-from zero2jax.config.values import ConfigWarning
+from zero2jax.config.values import warn
 
 Option = bool | int
 
@@ -38,10 +36,10 @@ def compiler_options(config: Config, platform: str, param_bytes: int) -> dict[st
     if platform not in _GPU_PLATFORMS:
         if given:
             message = f"{', '.join(given)}: no effect on platform '{platform}', only GPUs have these options."
-            warnings.warn(message, ConfigWarning, stacklevel=2)
+            warn(message)
         return {}
     options: dict[str, Option] = {}
-    compute = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
+    compute = config.compute_dtype
     reduced = config.communication_data_type or compute
     buckets = (
         ("reduce_bucket_size", "xla_gpu_reduce_scatter_combine_threshold_bytes", reduced),

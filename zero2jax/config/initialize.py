@@ -1,36 +1,27 @@
-"""`initialize`: from a DeepSpeed-style configuration to an engine. The one place where the two vocabularies meet."""
+"""`initialize`: from a DeepSpeed-style configuration to an engine: the mesh, the settings, the optimizer."""
 
+import dataclasses
 import math
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
 from zero2jax.activations.layers import ActivationSettings
 from zero2jax.base.losses import LossFn
-from zero2jax.base.mesh import DATA_AXIS, MODEL_AXIS, REPLICA_AXIS, DataAxes, axis_size, data_axes, make_mesh
+from zero2jax.base.mesh import DATA_AXIS, REPLICA_AXIS, DataAxes, axis_size, data_axes, make_mesh
 from zero2jax.base.pytrees import LeafPredicate, PyTree
-from zero2jax.config.compiler_options import compiler_options
 from zero2jax.config.optimizers import make_optimizer
-from zero2jax.config.reading import (
-    Config,
-    ConfigError,
-    ConfigWarning,
-    Source,
-    device_notes,
-    load_config,
-    not_yet,
-)
+from zero2jax.config.reading import DEFAULT_CONFIG, Source, load_config
+from zero2jax.config.rules import device_notes, not_yet
+from zero2jax.config.schema import Config
+from zero2jax.config.translate import EngineSettings, translate
+from zero2jax.config.values import ConfigError, warn
 from zero2jax.engine import Engine
 from zero2jax.processes.agreement import expect_same
-from zero2jax.zero.precision import Precision
 from zero2jax.zero.shard_plan import ShardPlan
-
-_DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
 
 
 def initialize(
@@ -79,50 +70,48 @@ def initialize(
 
     Example:
       >>> loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
-      >>> engine = initialize(loss, optax.sgd(0.1), {"zero_optimization": {"stage": 3}}, make_mesh(data=1))
-      >>> engine.stage
+      >>> initialize(loss, optax.sgd(0.1), {"zero_optimization": {"stage": 3}}, make_mesh(data=1)).stage
       3
     """
-    settings = load_config(
-        {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}} if config is None else config
-    )
-    missing = not_yet(settings)
-    if missing:
-        raise ConfigError(f"cannot train by {settings.name}: the engine does not have this yet", missing)
-    mesh = _mesh(settings, mesh, axis_name)
-    axes = data_axes(mesh, axis_name)
-    for note in device_notes(settings, int(mesh.shape[axis_name])):
-        warnings.warn(note, ConfigWarning, stacklevel=2)
-    expect_same("the configuration and the mesh", [settings.source, dict(mesh.shape)])
-    batch_size, num_microbatches = _batch(settings, mesh, axes)
+    loaded = _load(config)
+    mesh = _mesh(loaded, mesh, axis_name)
+    axes = data_axes(mesh, axis_name, rest_over_replicas=shard_over_replicas)
+    for note in device_notes(loaded, int(mesh.shape[axis_name])):
+        warn(note)
+    expect_same("the configuration and the mesh", [loaded.source, dict(mesh.shape)])
+    settings = _translate(loaded, mesh, axes, keep_fp32=keep_fp32, gather=gather, seed=seed)
     engine = Engine(
         loss_fn,
-        _optimizer(settings, tx, use_muon),
+        _optimizer(loaded, tx, use_muon),
         mesh,
-        stage=settings.zero_optimization.stage,
-        num_microbatches=num_microbatches,
-        batch_size=batch_size,
-        precision=_precision(settings, keep_fp32),
-        clip_norm=settings.gradient_clipping or None,
-        reduction=settings.gradient_allreduce_op,
-        skip_nonfinite=settings.bf16.enabled and settings.bf16.check_grad_overflow,
+        **settings.keywords,
+        axis_name=axis_name,
         trainable=trainable,
         param_specs=param_specs,
         layer_dims=layer_dims,
-        gather=gather,
-        seed=seed,
-        axis_name=axis_name,
-        shard_over_replicas=shard_over_replicas or _over_replicas(settings, axes),
         activations=activations or _activations(settings, mesh),
         compiler_options=_options(settings, mesh),
     )
-    engine.config = dict(settings.source)
+    engine.config = dict(loaded.source)
     return engine
 
 
-def _mesh(settings: Config, mesh: Mesh | None, axis_name: str) -> Mesh:
+def _load(source: Source | None) -> Config:
+    """The configuration, the default one for None; refuses what the engine does not have yet."""
+    config = load_config(DEFAULT_CONFIG if source is None else source)
+    missing = not_yet(config)
+    if missing:
+        raise ConfigError(
+            f"cannot train by {config.name}: the engine does not have this yet. Switch it off (bf16 does without a "
+            f"loss scale, stage 3 on more devices without offload)",
+            missing,
+        )
+    return config
+
+
+def _mesh(config: Config, mesh: Mesh | None, axis_name: str) -> Mesh:
     """The given mesh, or one of all devices, with groups of the size that the configuration says."""
-    zero = settings.zero_optimization
+    zero = config.zero_optimization
     if zero.mics_shard_size > 0:
         name, size = "mics_shard_size", zero.mics_shard_size
     elif zero.zero_hpz_partition_size > 1:
@@ -134,105 +123,61 @@ def _mesh(settings: Config, mesh: Mesh | None, axis_name: str) -> Mesh:
         return make_mesh(**sizes)
     if mesh is not None and mesh.shape.get(axis_name) == size:
         return mesh
-    found = (
+    there = (
         f"there are {len(jax.devices())} devices" if mesh is None else f"the mesh has axes {dict(mesh.shape)}"
     )
     raise ConfigError(
-        f"cannot train by {settings.name}",
+        f"cannot train by {config.name}",
         [
-            f"zero_optimization.{name} = {size}: {found}, and the axis {axis_name!r} must have this size. Pass "
+            f"zero_optimization.{name} = {size}: {there}, and the axis {axis_name!r} must have this size. Pass "
             f"mesh=make_mesh({REPLICA_AXIS}=..., {axis_name}={size}), or choose a divisor of the number of devices."
         ],
     )
 
 
-def _over_replicas(settings: Config, axes: DataAxes) -> bool:
-    """Whether `zero_hpz_partition_size` cuts the state over groups; at stage 0 nothing is cut."""
-    zero = settings.zero_optimization
-    return zero.zero_hpz_partition_size > 1 and axes.replica is not None and zero.stage > 0
-
-
-def _batch(settings: Config, mesh: Mesh, axes: DataAxes) -> tuple[int | None, int]:
-    """(batch size or None to take it from the data, number of microbatches)."""
-    if settings.train_batch_size is None and settings.train_micro_batch_size_per_gpu is None:
-        return None, settings.gradient_accumulation_steps or 1
+def _translate(config: Config, mesh: Mesh, axes: DataAxes, **arguments: Any) -> EngineSettings:
+    """`translate` for the devices of a mesh."""
     names = " x ".join(map(repr, axes.names))
-    total, _, steps = settings.batch_sizes(
-        axis_size(mesh, axes.batch), shards_from=f"axis {names} of the mesh"
+    num_batch_shards = axis_size(mesh, axes.batch)
+    return translate(
+        config, num_batch_shards, shards_from=f"axis {names} of the mesh", axes=axes, **arguments
     )
-    return total, steps
 
 
 def _optimizer(
-    settings: Config, tx: optax.GradientTransformation | None, use_muon: LeafPredicate | None
+    config: Config, tx: optax.GradientTransformation | None, use_muon: LeafPredicate | None
 ) -> optax.GradientTransformation:
     if tx is not None:
-        unused = [name for name in ("optimizer", "scheduler") if getattr(settings, name) is not None]
+        unused = [name for name in ("optimizer", "scheduler") if getattr(config, name) is not None]
         if unused:
-            warnings.warn(
-                f"{settings.name}: the blocks {unused} are not used, since `tx` was given; an optax transformation "
-                f"carries its own learning rate. Remove them, or pass no `tx`.",
-                ConfigWarning,
-                stacklevel=3,
+            warn(
+                f"{config.name}: the blocks {unused} are not used, since `tx` was given; an optax transformation "
+                f"carries its own learning rate. Remove them, or pass no `tx`."
             )
         return tx
-    if settings.optimizer is None:
+    if config.optimizer is None:
         way_out = "Pass tx=optax.adamw(...), or add the block."
         raise ConfigError(
-            f"cannot train by {settings.name}",
+            f"cannot train by {config.name}",
             [f"optimizer: the file has no such block and `tx` is None. {way_out}"],
         )
-    return make_optimizer(settings.optimizer, settings.scheduler, use_muon=use_muon)
+    return make_optimizer(config.optimizer, config.scheduler, use_muon=use_muon)
 
 
-def _precision(settings: Config, keep_fp32: LeafPredicate | None) -> Precision:
-    compute = jnp.bfloat16 if settings.bf16.enabled else jnp.float32
-    reduced, accumulated = settings.communication_data_type, settings.data_types.grad_accum_dtype
-    return Precision(
-        compute_dtype=compute,
-        reduce_dtype=None if reduced is None else _DTYPES[reduced],
-        accumulate_dtype=_DTYPES[accumulated or "fp32"],
-        keep_fp32=keep_fp32,
+def _activations(settings: EngineSettings, mesh: Mesh) -> ActivationSettings | None:
+    """What the block asks for, as far as the mesh has the axis for it."""
+    asked = settings.activations
+    if asked is None or asked.partition_axis is None or asked.partition_axis in mesh.shape:
+        return asked
+    warn(
+        f"activation_checkpointing.partition_activations has nothing to save: the mesh has the axes "
+        f"{dict(mesh.shape)}, and no other device holds a copy of an activation but along an axis "
+        f"{asked.partition_axis!r}."
     )
+    return dataclasses.replace(asked, partition_axis=None)
 
 
-def _activations(settings: Config, mesh: Mesh) -> ActivationSettings | None:
-    """What the block asks for; None if all of it is off, for then the model's own checkpoints stay as they are."""
-    block = settings.activation_checkpointing
-    if block == type(block)():
-        return None
-    partition = block.partition_activations
-    if partition and MODEL_AXIS not in mesh.shape:
-        warnings.warn(
-            f"activation_checkpointing.partition_activations has nothing to save: the mesh has the axes "
-            f"{dict(mesh.shape)}, and no other device holds a copy of an activation but along an axis {MODEL_AXIS!r}.",
-            ConfigWarning,
-            stacklevel=3,
-        )
-        partition = False
-    try:
-        return ActivationSettings(
-            policy=block.policy,
-            num_checkpoints=block.number_checkpoints,
-            partition_axis=MODEL_AXIS if partition else None,
-            offload=block.cpu_checkpointing,
-            contiguous=block.contiguous_memory_optimization,
-            barrier=block.synchronize_checkpoint_boundary,
-            profile=block.profile,
-        )
-    except ValueError as error:
-        raise ConfigError(
-            f"cannot train by {settings.name}", [f"activation_checkpointing.policy: {error}"]
-        ) from error
-
-
-def _options(settings: Config, mesh: Mesh) -> Any:
+def _options(settings: EngineSettings, mesh: Mesh) -> Callable[[ShardPlan], Mapping[str, Any]]:
     """Compiler options as a function of the plan: thresholds are capped by the model's bytes."""
-    itemsize = 2 if settings.bf16.enabled else 4
     platform = mesh.devices.flat[0].platform
-
-    def options(plan: ShardPlan) -> Mapping[str, Any]:
-        param_bytes = itemsize * sum(math.prod(leaf.shape) for leaf in plan.leaves)
-        return compiler_options(settings, platform, param_bytes)
-
-    return options
+    return lambda plan: settings.compiler_options(platform, sum(math.prod(x.shape) for x in plan.leaves))

@@ -8,7 +8,6 @@ optax corrects and DeepSpeed does not, are written here. Muon: Keller Jordan 202
 in the dtype of the gradient (DeepSpeed runs them in 16 bits).
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from zero2jax.base.pytrees import LeafPredicate, PyTree, select_leaves
 from zero2jax.config.params import AdagradParams, AdamParams, LambParams, LionParams, MuonParams, SGDParams
 from zero2jax.config.schedules import make_momentum_schedule, make_schedule
 from zero2jax.config.schema import OptimizerBlock, SchedulerBlock
-from zero2jax.config.values import ConfigWarning
+from zero2jax.config.values import warn
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _NEWTON_SCHULZ_STEPS = 5
@@ -41,7 +40,7 @@ def make_optimizer(
     Args:
       optimizer: type and parameters.
       scheduler: sets the learning rate, and for OneCycle the momentum of Adam, Lamb and Lion.
-      use_muon: which leaves get Muon's matrix update, `(path, leaf) -> bool`; the rest get Adam. All dims but
+      use_muon: which leaves get Muon's matrix update, `(path, leaf) -> bool`; the others get Adam. All dims but
         the last two are a batch of matrices, as in a scanned stack. Default: the leaves with two dims.
 
     Returns:
@@ -77,7 +76,7 @@ def _inject(factory: Callable[..., Any]) -> Callable[..., optax.GradientTransfor
 def _note_constant_momentum(kind: str, momentum: optax.Schedule | None) -> None:
     if momentum is not None:
         message = f"scheduler.params.cycle_momentum has no effect: {kind} has no betas to cycle."
-        warnings.warn(message, ConfigWarning, stacklevel=3)
+        warn(message)
 
 
 def _decay(weight_decay: float) -> optax.GradientTransformation:
@@ -231,9 +230,9 @@ def _make_muon(
         decay = _decay(params.weight_decay)
         rate = optax.scale_by_learning_rate(learning_rate)
         adam = AdamParams(betas=params.betas, eps=params.eps, weight_decay=params.weight_decay)
-        rest = _adam(adam, adam_learning_rate, *params.betas)
+        others = _adam(adam, adam_learning_rate, *params.betas)
         return optax.partition(
-            {"muon": optax.chain(_scale_by_muon(params.momentum), decay, rate), "adam": rest}, labels
+            {"muon": optax.chain(_scale_by_muon(params.momentum), decay, rate), "adam": others}, labels
         )
 
     first = next(lr for lr in (params.muon_lr, params.lr, _MUON_LR) if lr is not None)

@@ -1,7 +1,7 @@
 """A DeepSpeed JSON becomes a `Config`: reading, old spellings, "auto" values; all errors of a file at once.
 
 Files are read with hjson as DeepSpeed does: comments, trailing commas, no outer braces. The supported keys
-and what they become are in `config_keys`, types and defaults in `config_schema`. The library below takes the
+and what they become are in `keys`, types and defaults in `schema`. The library below takes the
 dataclasses and never sees a dict of settings.
 """
 
@@ -10,29 +10,44 @@ import copy
 import dataclasses
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import hjson
 
+from zero2jax.base.names import nearest
 from zero2jax.config.params import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULERS
-from zero2jax.config.rules import check_rules, device_notes, not_yet
-from zero2jax.config.schema import Config, OptimizerBlock, SchedulerBlock
-from zero2jax.config.values import ConfigError, ConfigWarning, Report, names_of, read_block, shown
+from zero2jax.config.rules import check_rules
+from zero2jax.config.schema import Config, OptimizerBlock, SchedulerBlock, ZeroOptimization
+from zero2jax.config.values import (
+    ConfigError,
+    ConfigWarning,
+    Report,
+    joined,
+    names_of,
+    read_block,
+    shown,
+    warn,
+)
 
 __all__ = [
+    "DEFAULT_CONFIG",
     "Config",
     "ConfigError",
     "ConfigWarning",
     "add_config_arguments",
-    "device_notes",
     "load_config",
-    "not_yet",
     "read_config",
     "resolve_auto",
 ]
+
+DEFAULT_CONFIG: Mapping[str, Any] = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+"""What no configuration means: stage 2 with bf16 compute."""
+
+# How near a key at the top has to come to a known one to be its misspelling. With less, `train_data` would be
+# `train_batch_size`: many files have keys of their own there.
+_NEAR = 0.7
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config
 
@@ -46,7 +61,7 @@ def load_config(source: Source) -> Config:
       source: path of a JSON or hjson file, the text itself, or the dict.
 
     Raises:
-      ConfigError: the source cannot be read or breaks a rule; holds all errors found.
+      ConfigError: the source cannot be read or breaks a rule; holds all errors.
 
     >>> load_config('{"train_batch_size": 32, "zero_optimization": {"stage": 2}}').zero_optimization.stage
     2
@@ -55,7 +70,7 @@ def load_config(source: Source) -> Config:
         return source
     config = read_config(source)
     for note in config.notes:
-        warnings.warn(f"{config.name}: {note}", ConfigWarning, stacklevel=2)
+        warn(f"{config.name}: {note}")
     return config
 
 
@@ -70,7 +85,7 @@ def read_config(source: Source) -> Config:
     original, raw = raw, dict(raw)
     _convert_old_zero(raw, report)
     readers = {"optimizer": _read_optimizer, "scheduler": _read_scheduler}
-    config = read_block(Config, raw, "", report, readers)
+    config = read_block(Config, raw, "", report, readers, _unknown_at_the_top)
     zero = config.zero_optimization
     if zero is not None and _overlap_is_open(raw):
         zero = dataclasses.replace(zero, overlap_comm=zero.stage == 3)
@@ -114,7 +129,7 @@ def resolve_auto(source: Source, overrides: Mapping[str, Any]) -> Config:
         raise ConfigError(f'cannot fill the "auto" values of {name}', report.errors)
     config = dataclasses.replace(read_config(raw), name=name)
     for note in config.notes:
-        warnings.warn(f"{name}: {note}", ConfigWarning, stacklevel=2)
+        warn(f"{name}: {note}")
     return config
 
 
@@ -240,6 +255,21 @@ def _convert_old_zero(raw: dict[str, Any], report: Report) -> None:
             report.notes.append(f'{path} is deprecated: read as zero_optimization.{new} {{"device": "cpu"}}.')
 
 
+def _unknown_at_the_top(key: Any, value: Any, report: Report) -> None:
+    """Refuse a key that must mean a known one, which to ignore would train otherwise than written; note the others."""
+    near = nearest(str(key), names_of(Config), cutoff=_NEAR)
+    if not near and key in names_of(ZeroOptimization):
+        near = [f"zero_optimization.{key}"]
+    if not near and isinstance(value, Mapping) and "stage" in value:
+        near = ["zero_optimization"]
+    sentence = f"{joined('', key)}: unknown key."
+    if near and not str(key).startswith("_"):
+        way_out = "If it is a key of your own, begin its name with an underscore."
+        report.errors.append(f"{sentence} Did you mean {near[0]!r}? {way_out}")
+    else:
+        report.notes.append(f"{sentence} It is ignored.")
+
+
 def _read_typed(
     value: Any, path: str, report: Report, types: Mapping[str, type], refused: Mapping[str, str]
 ) -> tuple[str, Any, Mapping[str, Any]] | None:
@@ -268,32 +298,27 @@ def _read_typed(
         report.error(f"{path}.type", kind, "has no counterpart here", way_out)
         return None
     raw_params = value.get("params")
-    rest = {key: item for key, item in value.items() if key not in ("type", "params")}
+    others = {key: item for key, item in value.items() if key not in ("type", "params")}
     raw_params = {} if raw_params is None else raw_params
     if path == "optimizer" and isinstance(raw_params, Mapping) and "max_grad_norm" in raw_params:
-        found = raw_params["max_grad_norm"]
-        report.error(
-            f"{path}.params.max_grad_norm",
-            found,
-            "clipping is no optimizer parameter",
-            "Use gradient_clipping.",
-        )
+        norm, rule = raw_params["max_grad_norm"], "clipping is no optimizer parameter"
+        report.error(f"{path}.params.max_grad_norm", norm, rule, "Use gradient_clipping.")
         raw_params = {key: item for key, item in raw_params.items() if key != "max_grad_norm"}
     params: Any = read_block(types[lower], raw_params, f"{path}.params", report)
-    return lower, params, rest
+    return lower, params, others
 
 
 def _read_optimizer(value: Any, path: str, report: Report) -> OptimizerBlock | None:
     read = _read_typed(value, path, report, OPTIMIZERS, REFUSED_OPTIMIZERS)
     if read is None:
         return None
-    kind, params, rest = read
-    fusion = rest.get("legacy_fusion", False)
+    kind, params, others = read
+    fusion = others.get("legacy_fusion", False)
     if not isinstance(fusion, bool):
         report.error(f"{path}.legacy_fusion", fusion, "must be true or false", "Remove it.")
-    if "legacy_fusion" in rest:
+    if "legacy_fusion" in others:
         report.given.append(f"{path}.legacy_fusion")
-    for key in rest:
+    for key in others:
         if key != "legacy_fusion":
             report.errors.append(report.unknown(path, key, ("type", "params", "legacy_fusion")))
     return OptimizerBlock(kind, params, fusion is True)
@@ -303,8 +328,8 @@ def _read_scheduler(value: Any, path: str, report: Report) -> SchedulerBlock | N
     read = _read_typed(value, path, report, SCHEDULERS, {})
     if read is None:
         return None
-    kind, params, rest = read
-    for key in rest:
+    kind, params, others = read
+    for key in others:
         report.errors.append(report.unknown(path, key, ("type", "params")))
     return SchedulerBlock(kind, params)
 

@@ -25,28 +25,28 @@ _SWITCHED = (
 """Blocks whose other keys only accompany their switch."""
 
 
-def settings(value: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(key path, value, default) of every setting of a block, depth first, but for absent blocks."""
+def key_values(value: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(key path, value, default) of every key of a block, depth first, but for absent blocks."""
     for field in dataclasses.fields(value):
         if not field.metadata:
             continue
         here = f"{path}.{field.name}" if path else field.name
-        found = getattr(value, field.name)
+        item = getattr(value, field.name)
         if here in ("optimizer", "scheduler"):
-            if found is not None:
-                yield f"{here}.type", found.type, None
-                yield from settings(found.params, f"{here}.params")
+            if item is not None:
+                yield f"{here}.type", item.type, None
+                yield from key_values(item.params, f"{here}.params")
                 if here == "optimizer":
-                    yield "optimizer.legacy_fusion", found.legacy_fusion, False
+                    yield "optimizer.legacy_fusion", item.legacy_fusion, False
         elif "block" in field.metadata:
-            if found is not None:
-                yield from settings(found, here)
+            if item is not None:
+                yield from key_values(item, here)
         else:
-            yield here, found, field.default
+            yield here, item, field.default
 
 
 def check_rules(config: Config, report: Report) -> None:
-    """Add what is wrong or worth saying about the configuration as a whole."""
+    """Add what is wrong or worth saying about several keys together."""
     _refused(config, report)
     _precision_rules(config, report)
     _reduction_rules(config, report)
@@ -56,14 +56,16 @@ def check_rules(config: Config, report: Report) -> None:
     ignored = [key for key in config.given if key in KEYS and KEYS[key].treatment is Treatment.NO_EFFECT]
     if ignored:
         report.notes.append(f"no effect here: {', '.join(ignored)} (`zero2jax check` says why).")
-    values = {path: value for path, value, _ in settings(config) if path in config.auto and value is not None}
+    values = {
+        path: value for path, value, _ in key_values(config) if path in config.auto and value is not None
+    }
     if values:
         used = ", ".join(f"{path} = {shown(value)}" for path, value in values.items())
         report.notes.append(f'left at "auto", so the default is used: {used}.')
 
 
 def _refused(config: Config, report: Report) -> None:
-    for path, value, default in settings(config):
+    for path, value, default in key_values(config):
         key = KEYS[path]
         if key.treatment is Treatment.REFUSED and value != default:
             report.error(path, value, f"not supported: {key.becomes}", "Remove the key or switch it off.")
@@ -72,7 +74,7 @@ def _refused(config: Config, report: Report) -> None:
 def _precision_rules(config: Config, report: Report) -> None:
     if config.fp16.enabled and config.bf16.enabled:
         report.error("bf16.enabled", True, "fp16 and bf16 exclude each other", "Switch one of them off.")
-    mode = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
+    mode = config.compute_dtype
     wanted = config.data_types.param_dtype
     if wanted not in (None, mode):
         rule = f"must agree with the compute dtype, here {mode}"
@@ -160,7 +162,7 @@ def not_yet(config: Config) -> list[str]:
     ['fp16.enabled = true: fp16 loss scaling']
     """
     lines = []
-    for path, value, default in settings(config):
+    for path, value, default in key_values(config):
         block, _, name = path.rpartition(".")
         if KEYS[path].treatment is not Treatment.NOT_YET or (block in _SWITCHED and name not in _SWITCHES):
             continue
@@ -182,6 +184,6 @@ def device_notes(config: Config, num_shards: int) -> list[str]:
     if num_shards > 1 or stage not in (1, 2):
         return []
     return [
-        f"zero_optimization.stage = {stage} on one device saves nothing: there is nobody to share with. "
+        f"zero_optimization.stage = {stage} on one device saves nothing: there is no other device to shard over. "
         "Use more devices, offload_optimizer to host memory, or stage 3 with offload_param."
     ]

@@ -1,8 +1,8 @@
 """The configuration as a tree of frozen dataclasses, every field named exactly as DeepSpeed names the key.
 
 `Config` is the root. Field defaults are DeepSpeed's, with one exception: an absent `gradient_clipping` is
-0.0 (no clipping; DeepSpeed >= 0.19.3 clips at 1.0). What each key becomes is in `config_keys`, reading in
-`config`. Batch arithmetic: TB = MB * GAS * N, with TB `train_batch_size`, MB
+0.0 (no clipping; DeepSpeed >= 0.19.3 clips at 1.0). What each key becomes is in `keys`, reading in
+`reading`. Batch arithmetic: TB = MB * GAS * N, with TB `train_batch_size`, MB
 `train_micro_batch_size_per_gpu`, GAS `gradient_accumulation_steps`, N shards of the data axis.
 """
 
@@ -251,7 +251,7 @@ class SchedulerBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A whole configuration file; made by `load_config`, hashable, equal when it means the same.
+    """A configuration file; made by `load_config`, hashable, equal when it means the same.
 
     `given` and `auto` are the key paths written in the file and those of them left at "auto"; `notes` what
     was converted, ignored or has no effect; `source` the JSON object as written, `name` what to call it.
@@ -321,6 +321,11 @@ class Config:
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
     source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     name: str = field(default="defaults", compare=False, repr=False)
+
+    @property
+    def compute_dtype(self) -> str:
+        """What the loss is computed in: "fp16", "bf16" or "fp32"."""
+        return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
 
     def batch_sizes(
         self,

@@ -6,19 +6,25 @@ a `Report` instead of stopping at the first error. No JAX here.
 """
 
 import dataclasses
-import difflib
+import inspect
 import math
+import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+from zero2jax.base.names import did_you_mean
+
 Block = TypeVar("Block")
 Default = TypeVar("Default")
+
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 REQUIRED: Any = dataclasses.MISSING
 
 
 class ConfigError(ValueError):
-    """A configuration cannot be used; `errors` holds every reason found, `notes` what else was noticed, a line each."""
+    """A configuration cannot be used; `errors` holds every reason, `notes` what else was noticed, a line each."""
 
     def __init__(self, doing: str, errors: Iterable[str], notes: Iterable[str] = ()):
         self.doing = doing
@@ -31,6 +37,14 @@ class ConfigError(ValueError):
 
 class ConfigWarning(UserWarning):
     """A key was converted, ignored or has no effect; names the key."""
+
+
+def warn(message: str) -> None:
+    """Give a `ConfigWarning` that points at the line which called this library, however deep in it the cause lies."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, ConfigWarning, stacklevel=level)
 
 
 class Refused(ValueError):
@@ -59,11 +73,9 @@ class Report:
         self.errors.append(f"{path} = {shown(value)}: {rule}. {way_out}")
 
     def unknown(self, path: str, key: Any, known: Iterable[str]) -> str:
-        """The sentence for a key nobody knows, with the nearest known one."""
-        near = difflib.get_close_matches(str(key), list(known), n=1, cutoff=0.5)
-        return f"{joined(path, key)}: unknown key. " + (
-            f"Did you mean '{near[0]}'?" if near else "Remove it."
-        )
+        """The sentence for an unknown key, with the nearest known one."""
+        way_out = did_you_mean(str(key), known, cutoff=0.5, otherwise="Remove it.")
+        return f"{joined(path, key)}: unknown key. {way_out}"
 
 
 def joined(path: str, key: Any) -> str:
@@ -134,12 +146,12 @@ def number(low: float | None = None, high: float | None = None, *, above: float 
     """A finite number in [low, high], or greater than `above`."""
 
     def convert(value: Any) -> float:
-        found = float(_number_from(value))
-        if (low is not None and found < low) or (high is not None and found > high):
+        x = float(_number_from(value))
+        if (low is not None and x < low) or (high is not None and x > high):
             raise Refused
-        if above is not None and found <= above:
+        if above is not None and x <= above:
             raise Refused
-        return found
+        return x
 
     return Rule(f"a number{_span(low, high)}" + ("" if above is None else f" greater than {above}"), convert)
 
@@ -273,15 +285,17 @@ def read_block(
     path: str,
     report: Report,
     readers: Mapping[str, Callable[..., Any]] | None = None,
+    unknown: Callable[[Any, Any, Report], None] | None = None,
 ) -> Block:
     """One object of the file as its dataclass; what is wrong goes to the report.
 
     Args:
       cls: the dataclass of the block.
-      raw: the JSON value found there.
-      path: where, for messages; "" at the top level, where unknown keys are notes and not errors.
+      raw: the JSON value there.
+      path: where, for messages; "" at the top level.
       report: collects errors, notes, keys at "auto" and keys given.
       readers: fields read by a function `(value, path, report)` of their own.
+      unknown: told of keys that the block does not have, as `(key, value, report)`; by default each is an error.
 
     Returns:
       The block. With errors in the report its values are not to be used.
@@ -290,15 +304,16 @@ def read_block(
     seen: dict[str, str] = {}
     spellings = names_of(cls)
     if not isinstance(raw, Mapping):
-        report.error(
-            path or "the file", raw, "must be an object", "Write { ... } with the keys of this block."
-        )
+        way_out = "Write { ... } with the keys of this block."
+        report.error(path or "the file", raw, "must be an object", way_out)
         raw = {}
     for key, value in raw.items():
         here = joined(path, key)
         if not isinstance(key, str) or key not in spellings:
-            sentence = report.unknown(path, key, spellings)
-            (report.errors if path else report.notes).append(sentence + ("" if path else " It is ignored."))
+            if unknown is None:
+                report.errors.append(report.unknown(path, key, spellings))
+            else:
+                unknown(key, value, report)
             continue
         field, deprecated = spellings[key]
         name = joined(path, field.name)
@@ -321,16 +336,18 @@ def read_block(
         else:
             values[field.name] = _read_value(field, value, here, report)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        missing = field.default is REQUIRED and field.default_factory is REQUIRED
-        if missing and field.name not in values:
-            name = joined(path, field.name)
-            found = "auto" if name in report.auto else None
-            way_out = "Give a value" + (
-                ", or fill it with resolve_auto(config, overrides)." if found else "."
-            )
-            report.error(name, found, f"must be {field.metadata['rule'].text} and has no default", way_out)
+        required = field.default is REQUIRED and field.default_factory is REQUIRED
+        if required and field.name not in values:
+            _note_missing(field, joined(path, field.name), report)
             values[field.name] = None
     return cls(**values)
+
+
+def _note_missing(field: dataclasses.Field, path: str, report: Report) -> None:
+    at_auto = path in report.auto
+    way_out = "Give a value" + (", or fill it with resolve_auto(config, overrides)." if at_auto else ".")
+    rule = f"must be {field.metadata['rule'].text} and has no default"
+    report.error(path, "auto" if at_auto else None, rule, way_out)
 
 
 def _read_value(field: dataclasses.Field, value: Any, path: str, report: Report) -> Any:

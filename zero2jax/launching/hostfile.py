@@ -66,10 +66,10 @@ def filter_hosts(
         chosen = {host: named.get(host, set()) for host in hosts}
     else:
         chosen = {host: set(range(slots)) - named.get(host, set()) for host, slots in hosts.items()}
-    found = {host: tuple(sorted(slots)) for host, slots in chosen.items() if slots}
-    if not found:
+    used = {host: tuple(sorted(slots)) for host, slots in chosen.items() if slots}
+    if not used:
         raise ValueError(f"filtering hosts by --exclude {exclude}: no slot is left. Exclude fewer.")
-    return found
+    return used
 
 
 def _parse_filter(text: str, hosts: Mapping[str, int]) -> dict[str, set[int]]:
@@ -97,14 +97,14 @@ def _parse_filter(text: str, hosts: Mapping[str, int]) -> dict[str, set[int]]:
 
 
 def forwarded_environment(env: Mapping[str, str], folders: Sequence[Path]) -> dict[str, str]:
-    """What every host gets of this one's environment, and the `KEY=value` lines of the first `.deepspeed_env` found."""
-    found = {name: value for name, value in env.items() if name.startswith(_FORWARDED)}
+    """What every host gets of this one's environment, and the `KEY=value` lines of the first `.deepspeed_env`."""
+    forwarded = {name: value for name, value in env.items() if name.startswith(_FORWARDED)}
     path = next((f / _ENVIRONMENT_FILE for f in folders if (f / _ENVIRONMENT_FILE).is_file()), None)
     for line in path.read_text().splitlines() if path else []:
         name, equals, value = line.strip().partition("=")
         if equals and not name.startswith("#"):
-            found[name] = value
-    return found
+            forwarded[name] = value
+    return forwarded
 
 
 def ssh_command(host: str, arguments: Sequence[str], env: Mapping[str, str], folder: Path) -> tuple[str, ...]:

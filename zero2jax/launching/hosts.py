@@ -4,11 +4,10 @@ The launcher of a host ends its processes when its standard input ends, and that
 connection: so nothing stays behind on any host, however this one ends.
 """
 
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zero2jax.launching.hostfile import forwarded_environment, ssh_command
@@ -20,11 +19,24 @@ from zero2jax.processes.cluster_env import RESTARTS
 Hosts = Mapping[str, tuple[int, ...]]
 
 
-def divide(slots: int, processes: int | None, devices: int | None) -> tuple[int, int]:
-    """(processes, devices per process) of a host, what is not given being what its slots leave room for."""
+@dataclass(frozen=True)
+class Share:
+    """What one host runs: processes, and devices of each."""
+
+    processes: int
+    devices_per_process: int
+
+    @property
+    def slots(self) -> int:
+        """Slots that this takes."""
+        return self.processes * self.devices_per_process
+
+
+def divide(slots: int, processes: int | None, devices: int | None) -> Share:
+    """What a host with so many slots runs; what is not given is what its slots leave room for."""
     if processes is None:
         processes = max(1, slots // (devices or 1))
-    return processes, devices or max(1, slots // processes)
+    return Share(processes, devices or max(1, slots // processes))
 
 
 def host_commands(
@@ -49,37 +61,35 @@ def host_commands(
     Raises:
       ValueError: more devices than slots on a host; a loopback address for process 0 with several hosts.
     """
-    counts = {
-        host: divide(len(slots), processes, launch.devices_per_process) for host, slots in hosts.items()
-    }
-    short = [host for host, slots in hosts.items() if math.prod(counts[host]) > len(slots)]
-    if short:
-        host = short[0]
-        raise ValueError(
-            f"launching {counts[host][0]} processes of {counts[host][1]} devices on host {host}: that needs "
-            f"{math.prod(counts[host])} slots, and it has {len(hosts[host])}. Lower --processes or "
-            f"--devices-per-process, or correct the hostfile."
-        )
+    each = launch.devices_per_process
+    shares = {host: divide(len(slots), processes, each) for host, slots in hosts.items()}
+    for host, share in shares.items():
+        if share.slots > len(hosts[host]):
+            raise ValueError(
+                f"launching {share.processes} processes of {share.devices_per_process} devices on host {host}: that "
+                f"needs {share.slots} slots, and it has {len(hosts[host])}. Lower --processes or "
+                f"--devices-per-process, or correct the hostfile."
+            )
     address = _coordinator(launch, hosts)
     base = forwarded_environment(env, (folder, Path.home())) | {RESTARTS: str(launch.num_restarts)}
     commands, first = [], 0
     for host, slots in hosts.items():
         options = {
-            "processes": counts[host][0],
-            "devices-per-process": counts[host][1],
+            "processes": shares[host].processes,
+            "devices-per-process": shares[host].devices_per_process,
             "platform": platform,
             "logs": launch.logs,
             "grace-s": launch.grace_s,
             "coordinator": address,
             "first-process": first,
-            "total-processes": sum(count for count, _ in counts.values()),
+            "total-processes": sum(share.processes for share in shares.values()),
         }
         words = [word for name, x in options.items() if x is not None for word in (f"--{name}", str(x))]
         arguments = (sys.executable, "-m", "zero2jax", "launch", *words, "--end-with-stdin", *launch.program)
         visible = base | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))}
         ssh = ssh_command(host, arguments, visible, folder)
         commands.append(Command(host, ssh, dict(env), keep_stdin=True))
-        first += counts[host][0]
+        first += shares[host].processes
     return commands
 
 

@@ -1,7 +1,7 @@
 """What schedulers are given to run the same program: a Slurm script, an `mpirun` line, a Kubernetes JobSet. Text only.
 
-Each tells `zero2jax.init_distributed` the host of process 0 by `MASTER_ADDR`; the scheduler's own variables tell it
-the rest.
+Each tells `zero2jax.init_distributed` the host of process 0 by `MASTER_ADDR`; by the scheduler's variables a process
+knows how many there are, and which it is.
 """
 
 import json

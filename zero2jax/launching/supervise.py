@@ -110,11 +110,8 @@ def _check_stdin() -> None:
     try:
         with selectors.DefaultSelector() as selector:
             selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
-    except (
-        AttributeError,
-        ValueError,
-        OSError,
-    ) as error:  # closed, or /dev/null or a file, which nobody can wait for
+    # Closed, or /dev/null or a file, whose end no selector waits for.
+    except (AttributeError, ValueError, OSError) as error:
         raise ValueError(
             "launching with --end-with-stdin: standard input is closed, or a file; it must be a pipe or a terminal, "
             "whose end can be waited for. Give it one, or leave out the option."
@@ -132,7 +129,7 @@ class _Running:
     def __init__(self, command: Command, prefix: bytes, write: Callable[[bytes], None]):
         self.command, self.prefix, self.write = command, prefix, write
         self.last_lines: collections.deque[bytes] = collections.deque(maxlen=NUM_LAST_LINES)
-        self.rest, self.after_return = b"", False
+        self.unfinished, self.after_return = b"", False
         self.told = False
         self.log: IO[bytes] | None = None
         if command.log is not None:
@@ -159,16 +156,16 @@ class _Running:
         if self.log is not None:
             self.log.write(data)
             self.log.flush()
-        text = self.rest + (data[1:] if self.after_return and data[:1] == b"\n" else data)
+        text = self.unfinished + (data[1:] if self.after_return and data[:1] == b"\n" else data)
         self.after_return = data[-1:] == b"\r"
         used = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
         for match in _LINE.finditer(text, 0, used):
             if match[1] or match[2] != b"\r":
                 self.pass_on(match[1], keep=match[2] != b"\r")
-        self.rest = text[used:]
-        if self.rest and (not data or len(self.rest) > _MAX_LINE_BYTES):
-            self.pass_on(self.rest)
-            self.rest = b""
+        self.unfinished = text[used:]
+        if self.unfinished and (not data or len(self.unfinished) > _MAX_LINE_BYTES):
+            self.pass_on(self.unfinished)
+            self.unfinished = b""
         return bool(data)
 
     def pass_on(self, line: bytes, *, keep: bool = True) -> None:
@@ -182,9 +179,9 @@ class _Running:
         with contextlib.suppress(OSError):
             while self.read() and _is_readable(self.output) and time.monotonic() < deadline_s:
                 pass
-        if self.rest:
-            self.pass_on(self.rest)
-            self.rest = b""
+        if self.unfinished:
+            self.pass_on(self.unfinished)
+            self.unfinished = b""
         if self.log is not None:
             self.log.close()
 
@@ -198,7 +195,7 @@ class _Running:
 
 
 def _cause_first(running: _Running) -> int:
-    """An order of those found ended together. Whom JAX ends because another died aborts: it is the last to blame."""
+    """The order of blame among those that ended together; one that JAX aborted after another died comes last."""
     return {PREEMPTED_EXIT_CODE: 1, -signal.SIGABRT: 2}.get(running.process.returncode, 0)
 
 
@@ -340,8 +337,8 @@ class _Group:
         code = cause.process.returncode
         how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
         return Outcome(
-            code if code > 0 else 128 - code,
-            tuple(running.command.name for running in self.failed),
-            how,
-            tuple(line.decode(errors="replace") for line in cause.last_lines),
+            code=code if code > 0 else 128 - code,
+            failed=tuple(running.command.name for running in self.failed),
+            reason=how,
+            last_lines=tuple(line.decode(errors="replace") for line in cause.last_lines),
         )

@@ -15,12 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from zero2jax.base.tables import aligned, readable_bytes
-from zero2jax.config.reading import Source, read_config
+from zero2jax.config.reading import DEFAULT_CONFIG, Source, read_config
 from zero2jax.planning.planner import PlanSettings, Program, compile_plan, lower_plan, prepare_plan
 from zero2jax.planning.report import PlanReport
 
 STAGE, MICROBATCHES = "zero_optimization.stage", "gradient_accumulation_steps"
-_DEFAULT_CONFIG = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
 _PROGRAM = "program."
 
 
@@ -121,7 +120,7 @@ def search_plans(
 
     Settings that the configuration or the batch does not allow are listed with the reason, not compiled.
     """
-    base = read_config(_DEFAULT_CONFIG if config is None else config)
+    base = read_config(DEFAULT_CONFIG if config is None else config)
     combinations = [dict(zip(vary, values, strict=True)) for values in itertools.product(*vary.values())]
     found: list[Candidate | Future[PlanReport]] = []
     done = itertools.count(1)

@@ -8,7 +8,6 @@ products reach 0.8 of the dense 16-bit peak (790 of 989 TFLOP/s measured on H100
 """
 
 import dataclasses
-import importlib.metadata
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from zero2jax.base.mesh import make_mesh
+from zero2jax.base.versions import installed_version
 
 MEMORY_FRACTION = 0.94  # the rest is left to the CUDA context, NCCL, cuDNN and cuBLAS
 DEVICES_PER_HOST = 8
@@ -190,7 +190,7 @@ def target_mesh(target: Target, axes: Mapping[str, int], devices_per_host: int =
 
 
 def _compile_only_devices(target: Target, count: int, devices_per_host: int) -> list[jax.Device]:
-    missing = [name for name in CUDA_PACKAGES if not _installed(name)]
+    missing = [name for name in CUDA_PACKAGES if installed_version(name) is None]
     if missing:
         raise ValueError(
             f"compiling for {target.name} without one: {', '.join(missing)} of XLA's CUDA compiler (no GPU and no "
@@ -210,14 +210,6 @@ def _compile_only_devices(target: Target, count: int, devices_per_host: int) -> 
         platform="cuda", target_config=target.config_text(), topology=f"1x{hosts}x{devices_per_host}"
     )
     return list(topology.devices)
-
-
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _names() -> str:

@@ -1,1 +1,14 @@
-"""The room `processes`."""
+"""Several processes as one program: how they start, what they ask each other, and how they end.
+
+In reading order:
+
+    start          `init_distributed`: from the environment to `jax.distributed`
+    cluster_env    where a process learns of the others: the variables of launchers and schedulers
+    addresses      the coordinator's address
+    roll_call      before anything can hang: who is missing, and who runs other code
+    agreement      questions between running processes: do all agree, do all have the same value
+    step_clock     which process is slow
+    preemption     ending on request, after a step that was saved
+
+The first four run before any device is used, the others after. Imports base. Other rooms leave roll_call alone.
+"""

@@ -1,4 +1,4 @@
-"""Addresses of coordinators: written, read and judged. Pure functions."""
+"""The coordinator's address, "host:port": written, read, and checked for what cannot be reached. Pure functions."""
 
 import ipaddress
 import re

@@ -1,7 +1,9 @@
-"""What the processes of one engine have to agree on, compared before it trains: settings, parameters, the step itself.
+"""What running processes ask each other: does every one say yes, and has every one the same value.
 
-Each process computes with what it was given. Where a value is replicated, nothing else would show that two processes
-hold different ones: they would train on, each with another seed or another learning rate.
+Outside of any jitted step. `expect_same` refuses, by name, a value that differs over the processes; the engine compares
+so its settings, parameters and program before it trains. Each process computes with what it was given: where a value is
+replicated, nothing else would show that two processes hold different ones, and they would train on, each with another
+seed or another learning rate.
 """
 
 import hashlib
@@ -20,12 +22,38 @@ from jax.sharding import Mesh
 from zero2jax.base.pytrees import PyTree, path_string
 
 _SAMPLED = 1 << 16  # elements compared of a leaf: another seed differs everywhere
+_HOST_BYTES = 64  # of a host's name
 # The address of a Python function that the step calls back (jax.debug.print, say): another in each process.
 _ADDRESS = re.compile(r"backend_config = \"\d+\"|\b(?:ptr|index) = \d+")
 
 
+def all_agree(flag: bool) -> bool:
+    """Whether `flag` is true in every process: the same answer in all of them. All must call it, in the same order.
+
+    It waits for the other processes; a single process answers at once.
+    """
+    return (
+        flag if jax.process_count() == 1 else bool(np.all(multihost_utils.process_allgather(np.bool_(flag))))
+    )
+
+
+def gather_with_hosts(row: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
+    """(row of every process, stacked; name of every process's host), by process index. All must call it.
+
+    Args:
+      row: NumPy array of one shape and dtype in all processes.
+    """
+    name = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
+    host = np.frombuffer(name, np.uint8)
+    rows, hosts = row[None], host[None]
+    if jax.process_count() > 1:
+        rows, hosts = multihost_utils.process_allgather((row, host))
+    names = tuple(bytes(x).rstrip(b"\0").decode(errors="replace") for x in np.asarray(hosts))
+    return np.asarray(rows), names
+
+
 def spans_processes(mesh: Mesh) -> bool:
-    """Whether the mesh has devices of all processes, of which there are several: else there is nobody to ask."""
+    """Whether the mesh has devices of all processes, of which there are several: else there is no one to ask."""
     return 1 < len({device.process_index for device in mesh.devices.flat}) == jax.process_count()
 
 
@@ -59,11 +87,11 @@ def expect_same_step(lowered: jax.stages.Lowered) -> None:
 
 def digest(values: PyTree) -> str:
     """One checksum of the names and sampled elements of the leaves that this process holds by itself."""
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     for path, x in _own(values):
         step = max(1, x.size // _SAMPLED)
-        found.update(f"{path}\0{x.dtype}{x.shape}\0".encode() + np.asarray(x.flat[::step]).tobytes())
-    return "sha256 " + found.hexdigest()[:16]
+        checksum.update(f"{path}\0{x.dtype}{x.shape}\0".encode() + np.asarray(x.flat[::step]).tobytes())
+    return "sha256 " + checksum.hexdigest()[:16]
 
 
 def _own(values: PyTree) -> Iterator[tuple[str, np.ndarray]]:
@@ -74,12 +102,6 @@ def _own(values: PyTree) -> Iterator[tuple[str, np.ndarray]]:
             x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
         if isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
             yield path_string(path), np.asarray(x)
-
-
-_HOST_BYTES = 64
-
-
-_DIGEST_BYTES = 32
 
 
 def expect_same(name: str, value: Any) -> None:
@@ -106,16 +128,12 @@ def expect_all_same(values: Mapping[str, Any]) -> None:
         return
     texts = {name: _text(value) for name, value in values.items()}
     digests = [hashlib.sha256(f"{name}\0{text}".encode()).digest() for name, text in texts.items()]
-    host = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
-    row = np.frombuffer(host + b"".join(digests), np.uint8)
-    rows = [bytes(row) for row in np.asarray(multihost_utils.process_allgather(row))]
+    row = np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), -1)
+    rows, hosts = gather_with_hosts(row)  # (processes, values, bytes of a digest)
     problems = []
     for k, (name, text) in enumerate(texts.items()):
-        place = slice(_HOST_BYTES + k * _DIGEST_BYTES, _HOST_BYTES + (k + 1) * _DIGEST_BYTES)
         different = [
-            f"{i} (host {row[:_HOST_BYTES].rstrip(bytes(1)).decode(errors='replace')})"
-            for i, row in enumerate(rows)
-            if row[place] != rows[0][place]
+            f"{i} (host {hosts[i]})" for i in np.flatnonzero(np.any(rows[:, k] != rows[0, k], axis=1))
         ]
         if different:
             here = text if len(text) <= 300 else text[:300] + " ..."

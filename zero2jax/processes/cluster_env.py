@@ -1,6 +1,7 @@
 """Where a process learns of the others: arguments, or the variables that launchers and schedulers set. Pure functions.
 
-`find_settings` reads a mapping such as `os.environ` and starts nothing. The first of these that is there counts:
+`find_place` reads a mapping such as `os.environ` and starts nothing; `start` does, by what it returns. The first of
+these that is there counts:
 
 1. arguments (all three);
 2. `zero2jax launch`, or torchrun: they start the processes themselves, inside of whatever a scheduler started;
@@ -9,8 +10,8 @@
 5. an indexed Kubernetes job, whose size only the cluster's API knows;
 6. nothing: a single process.
 
-A single process starts nothing, however it was found, unless by arguments or `zero2jax launch`: then it, too, uses the
-collectives of several processes, and computes the same bits as they do.
+A single process starts nothing, wherever it learnt that it is alone, unless by arguments or `zero2jax launch`: then it,
+too, uses the collectives of several processes, and computes the same bits as they do.
 
 The coordinator's address is `JAX_COORDINATOR_ADDRESS`, else `MASTER_ADDR:MASTER_PORT`, else what the scheduler tells:
 for Slurm the first host of the step and a port made from the job's number, as JAX makes it; under Open MPI 4 and
@@ -28,9 +29,9 @@ RESTARTS = "ZERO2JAX_RESTARTS"  # set by `zero2jax launch`: how often it has sta
 _SINGLE = "single process"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a process knows of the others before it talks to them.
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What a process knows of its place among the others before it talks to them.
 
     `source` says where from, for people. `num_processes` is None where only JAX can find it (Kubernetes), as is
     `coordinator_address`, "host:port". `local_device_ids` None means all devices that are visible; `num_hosts` is
@@ -46,7 +47,7 @@ class Settings:
     distributed: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Family:
     """The variables of one launcher: number of processes, this process's index, and both on this host alone."""
 
@@ -62,42 +63,49 @@ class _Family:
         return all(name in env for name in (self.count, self.index, *self.needs))
 
 
-_LAUNCH = _Family(
-    "zero2jax launch", "WORLD_SIZE", "RANK", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",), (), (RESTARTS,)
+_VARIABLES = _Family(
+    source="WORLD_SIZE and RANK",
+    count="WORLD_SIZE",
+    index="RANK",
+    local_index="LOCAL_RANK",
+    local_counts=("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
 )
-_TORCHRUN = _Family(
-    "torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",), (), ("TORCHELASTIC_RUN_ID",)
+_LAUNCH = replace(_VARIABLES, source="zero2jax launch", local_counts=("LOCAL_WORLD_SIZE",), needs=(RESTARTS,))
+_TORCHRUN = replace(
+    _VARIABLES, source="torchrun", local_counts=("LOCAL_WORLD_SIZE",), needs=("TORCHELASTIC_RUN_ID",)
 )
 _OPEN_MPI = _Family(
-    "Open MPI",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    source="Open MPI",
+    count="OMPI_COMM_WORLD_SIZE",
+    index="OMPI_COMM_WORLD_RANK",
+    local_index="OMPI_COMM_WORLD_LOCAL_RANK",
+    local_counts=("OMPI_COMM_WORLD_LOCAL_SIZE",),
 )
 _SLURM = _Family(
-    "Slurm",
-    "SLURM_NTASKS",
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    (),
-    ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
-    ("SLURM_JOB_ID", "SLURM_STEP_NODELIST"),
+    source="Slurm",
+    count="SLURM_NTASKS",
+    index="SLURM_PROCID",
+    local_index="SLURM_LOCALID",
+    num_hosts=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+    needs=("SLURM_JOB_ID", "SLURM_STEP_NODELIST"),
 )
-_PMI = _Family("MPI", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",))
-_VARIABLES = _Family(
-    "WORLD_SIZE and RANK", "WORLD_SIZE", "RANK", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+_PMI = _Family(
+    source="MPI",
+    count="PMI_SIZE",
+    index="PMI_RANK",
+    local_index="MPI_LOCALRANKID",
+    local_counts=("MPI_LOCALNRANKS",),
 )
 _SCHEDULERS = (_OPEN_MPI, _SLURM, _PMI)
 
 
-def find_settings(
+def find_place(
     env: Mapping[str, str],
     coordinator_address: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
     local_device_ids: tuple[int, ...] | None = None,
-) -> Settings:
+) -> Place:
     """What arguments and variables say, checked for what would otherwise hang.
 
     Raises:
@@ -114,33 +122,43 @@ def find_settings(
                 f"starting processes by arguments: {' and '.join(missing)} not given. Pass all of {', '.join(names)}, "
                 f"or none of them to have them read from the environment."
             )
-        settings = Settings("arguments", process_id or 0, num_processes, coordinator_address)
+        place = Place(
+            source="arguments",
+            process_index=process_id or 0,
+            num_processes=num_processes,
+            coordinator_address=coordinator_address,
+        )
     else:
-        settings = _from_environment(env)
+        place = _from_environment(env)
     if local_device_ids is not None:
-        settings = replace(settings, local_device_ids=local_device_ids)
-    _check(settings, env)
-    return settings
+        place = replace(place, local_device_ids=local_device_ids)
+    _check(place, env)
+    return place
 
 
-def _from_environment(env: Mapping[str, str]) -> Settings:
+def _from_environment(env: Mapping[str, str]) -> Place:
     for family in (_LAUNCH, _TORCHRUN):
         if family.is_set(env):
             return _from_family(family, env)
-    found = [family for family in _SCHEDULERS if family.is_set(env)]
-    if found and _VARIABLES.is_set(env):
-        _check_agreement(found[0], env)
+    schedulers = [family for family in _SCHEDULERS if family.is_set(env)]
+    if schedulers and _VARIABLES.is_set(env):
+        _check_agreement(schedulers[0], env)
     # A shell inside of a one-task step is no reason not to believe variables that say more.
-    family = next((f for f in found if _number(env, f.count) > 1 or not _VARIABLES.is_set(env)), _VARIABLES)
+    family = next(
+        (f for f in schedulers if _number(env, f.count) > 1 or not _VARIABLES.is_set(env)), _VARIABLES
+    )
     if family.is_set(env):
         return _from_family(family, env)
     if _is_kubernetes_job(env):
         index = _number(env, "JOB_COMPLETION_INDEX")
-        return Settings("Kubernetes", index, None, _address(None, env))
-    return Settings(_SINGLE, distributed=False)
+        address = _address(None, env)
+        return Place(
+            source="Kubernetes", process_index=index, num_processes=None, coordinator_address=address
+        )
+    return Place(source=_SINGLE, distributed=False)
 
 
-def _from_family(family: _Family, env: Mapping[str, str]) -> Settings:
+def _from_family(family: _Family, env: Mapping[str, str]) -> Place:
     count, index = _number(env, family.count), _number(env, family.index)
     local_count = next((_number(env, name) for name in family.local_counts if name in env), None)
     num_hosts = next((_number(env, name) for name in family.num_hosts if name in env), None)
@@ -154,10 +172,15 @@ def _from_family(family: _Family, env: Mapping[str, str]) -> Settings:
             f"process counts from 0 and must be below the number of processes. Correct the variable that is wrong."
         )
     if count == 1 and family is not _LAUNCH:
-        return Settings(f"{_SINGLE} ({family.source})", distributed=False)
-    address = _address(family, env)
-    devices = _local_device_ids(family, env, local_count)
-    return Settings(family.source, index, count, address, devices, num_hosts)
+        return Place(source=f"{_SINGLE} ({family.source})", distributed=False)
+    return Place(
+        source=family.source,
+        process_index=index,
+        num_processes=count,
+        coordinator_address=_address(family, env),
+        local_device_ids=_local_device_ids(family, env, local_count),
+        num_hosts=num_hosts,
+    )
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
@@ -234,25 +257,25 @@ def _is_kubernetes_job(env: Mapping[str, str]) -> bool:
     return True
 
 
-def _check(settings: Settings, env: Mapping[str, str]) -> None:
-    count = settings.num_processes
-    if count is not None and not 0 <= settings.process_index < count:
+def _check(place: Place, env: Mapping[str, str]) -> None:
+    count = place.num_processes
+    if count is not None and not 0 <= place.process_index < count:
         raise ValueError(
-            f"starting process {settings.process_index} of {count}: the index of a process counts from 0 and must be "
+            f"starting process {place.process_index} of {count}: the index of a process counts from 0 and must be "
             f"below the number of processes. Correct process_id or num_processes."
         )
-    if settings.coordinator_address is None:
+    if place.coordinator_address is None:
         return
-    host, _ = split_address(settings.coordinator_address)
-    if is_loopback(host) and (settings.num_hosts or 1) > 1:
+    host, _ = split_address(place.coordinator_address)
+    if is_loopback(host) and (place.num_hosts or 1) > 1:
         raise ValueError(
-            f"starting {count} processes on {settings.num_hosts} hosts: the coordinator's address "
-            f"{settings.coordinator_address} is a loopback address, where each host finds only itself. Give the "
+            f"starting {count} processes on {place.num_hosts} hosts: the coordinator's address "
+            f"{place.coordinator_address} is a loopback address, where each host finds only itself. Give the "
             f"address of process 0's host that the others can reach (MASTER_ADDR)."
         )
     proxy = grpc_proxy(host, env)
     if proxy:
         raise ValueError(
-            f"starting with coordinator {settings.coordinator_address}: gRPC would go to it through the proxy of "
+            f"starting with coordinator {place.coordinator_address}: gRPC would go to it through the proxy of "
             f"{proxy}={env[proxy]} and fail, or hang. Run `export no_proxy=$no_proxy,{host}` first, or unset {proxy}."
         )

@@ -1,4 +1,6 @@
-"""A roll call before `jax.distributed` starts: who is missing, who is a stranger, who runs other code. Plain sockets.
+"""A roll call before `jax.distributed` starts: which process is missing, or of another run, or runs other code.
+
+Plain sockets, before any use of a device.
 
 JAX's own start ends every process with SIGABRT when one does not arrive in time, and names none. So process 0 listens
 first on the coordinator's port, each other process says one line of JSON there, and process 0 answers all of them
@@ -6,7 +8,6 @@ with the list of processes, or with what is wrong. Then the port is JAX's.
 """
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import selectors
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zero2jax.base.versions import installed_version
 from zero2jax.processes.addresses import is_loopback, split_address
 
 _MAX_BYTES = 1 << 20
@@ -45,17 +47,22 @@ class Entry:
 
 def code_versions() -> dict[str, str]:
     """Versions of Python and the packages, digests of this package's sources and of the script that runs."""
-    sources = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        sources.update(path.read_bytes())
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     known = script is not None and Path(script).is_file()
     return {
         "python": ".".join(map(str, sys.version_info[:2])),
-        **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
-        "zero2jax sources": sources.hexdigest()[:12],
+        **{name: installed_version(name) or "none" for name in ("jax", "jaxlib")},
+        "zero2jax sources": sources_digest(Path(__file__).parents[1]),
         "script": hashlib.sha256(Path(script).read_bytes()).hexdigest()[:12] if known and script else "none",
     }
+
+
+def sources_digest(package: Path) -> str:
+    """A checksum of the names and contents of every Python file below a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def call_roll(me: Entry, address: str, timeout_s: float) -> list[Entry]:
@@ -178,7 +185,7 @@ class _Roll:
 def _listen(address: str) -> socket.socket:
     host, port = split_address(address)
     try:
-        if is_loopback(host):  # nobody else has to see it
+        if is_loopback(host):  # no other host has to reach it
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             return socket.create_server((host, port), family=family, backlog=1024)
         if socket.has_dualstack_ipv6():

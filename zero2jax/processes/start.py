@@ -1,8 +1,8 @@
-"""Starting several processes as one program, and what they have to agree on. Before any use of a JAX backend.
+"""Starting several processes as one program. Before any use of a JAX backend.
 
-`init_distributed` finds out how many processes there are (`cluster_env`), calls the roll (`roll_call`), and starts
-`jax.distributed`. `expect_same` compares a value over the processes and refuses by name. Both are harmless in a single
-process. Heartbeats are JAX's: when a process dies, its coordination service ends the others.
+`init_distributed` reads how many processes there are (`cluster_env`), calls the roll (`roll_call`), and starts
+`jax.distributed`; in a single process it starts nothing. Heartbeats are JAX's: when a process dies, its coordination
+service ends the others. What the processes must agree on once they run is compared by `agreement`.
 """
 
 import atexit
@@ -16,7 +16,7 @@ from types import TracebackType
 import jax
 
 from zero2jax.processes.addresses import is_loopback, split_address
-from zero2jax.processes.cluster_env import RESTARTS, Settings, find_settings
+from zero2jax.processes.cluster_env import RESTARTS, Place, find_place
 from zero2jax.processes.roll_call import Entry, call_roll, code_versions
 
 _logger = logging.getLogger(__name__)
@@ -71,38 +71,38 @@ def init_distributed(
     ids = None if local_device_ids is None else tuple(local_device_ids)
     if jax.distributed.is_initialized():
         return _again(num_processes, process_id)
-    settings = find_settings(os.environ, coordinator_address, num_processes, process_id, ids)
+    place = find_place(os.environ, coordinator_address, num_processes, process_id, ids)
     num_restarts = int(os.environ.get(RESTARTS, 0))
-    if not settings.distributed:
-        return Startup(settings.source, 0, 1, num_restarts=num_restarts)
-    if settings.coordinator_address is not None and settings.num_processes is not None:
-        me = Entry(settings.process_index, settings.num_processes, code=code_versions())
-        call_roll(me, settings.coordinator_address, initialization_timeout_s)
-    _start(settings, round(initialization_timeout_s), round(heartbeat_timeout_s))
-    if settings.num_processes is None:  # only JAX knew
-        settings = replace(settings, num_processes=jax.process_count())
+    if not place.distributed:
+        return Startup(place.source, 0, 1, num_restarts=num_restarts)
+    if place.coordinator_address is not None and place.num_processes is not None:
+        me = Entry(place.process_index, place.num_processes, code=code_versions())
+        call_roll(me, place.coordinator_address, initialization_timeout_s)
+    _start(place, round(initialization_timeout_s), round(heartbeat_timeout_s))
+    if place.num_processes is None:  # only JAX knew
+        place = replace(place, num_processes=jax.process_count())
     startup = Startup(
-        settings.source,
-        settings.process_index,
-        settings.num_processes or 1,
-        settings.coordinator_address,
-        num_restarts,
+        source=place.source,
+        process_index=place.process_index,
+        num_processes=place.num_processes or 1,
+        coordinator_address=place.coordinator_address,
+        num_restarts=num_restarts,
     )
     _say(startup)
     return startup
 
 
-def _start(settings: Settings, initialization_timeout_s: int, heartbeat_timeout_s: int) -> None:
+def _start(place: Place, initialization_timeout_s: int, heartbeat_timeout_s: int) -> None:
     if jax.config.jax_cpu_collectives_implementation in (None, "none"):  # type: ignore[attr-defined]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    address = settings.coordinator_address
+    address = place.coordinator_address
     local = address is not None and is_loopback(split_address(address)[0])
     # What is None here, JAX finds by the scheduler's variables.
     jax.distributed.initialize(
         address,
-        settings.num_processes,
-        settings.process_index,
-        settings.local_device_ids,
+        place.num_processes,
+        place.process_index,
+        place.local_device_ids,
         cluster_detection_method=None if address is None else "deactivate",
         initialization_timeout=initialization_timeout_s,
         heartbeat_timeout_seconds=heartbeat_timeout_s,
@@ -136,12 +136,12 @@ def _end_on_error() -> None:
 def _again(num_processes: int | None, process_id: int | None) -> Startup:
     """What a second call returns; it starts the backend, which alone knows."""
     here = (jax.process_count(), jax.process_index())
-    for name, asked, found in zip(
+    for name, asked, actual in zip(
         ("num_processes", "process_id"), (num_processes, process_id), here, strict=True
     ):
-        if asked is not None and asked != found:
+        if asked is not None and asked != actual:
             raise ValueError(
-                f"starting with {name}={asked}: the processes have been started already, with {found}. A program can "
+                f"starting with {name}={asked}: the processes have been started already, with {actual}. A program can "
                 f"be started once: leave out the second call, or its arguments."
             )
     return Startup("started before", here[1], here[0], num_restarts=int(os.environ.get(RESTARTS, 0)))

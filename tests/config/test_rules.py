@@ -1,0 +1,130 @@
+"""Rules that join several keys, and what the engine does not have yet."""
+
+import pytest
+
+from zero2jax.config.reading import ConfigError, read_config
+from zero2jax.config.rules import device_notes, not_yet
+
+
+def errors_of(source):
+    with pytest.raises(ConfigError) as caught:
+        read_config(source)
+    return caught.value.errors
+
+
+def zero(**keys):
+    return {"train_batch_size": 8, "zero_optimization": keys}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("keys", [{"prescale_gradients": True}, {"gradient_predivide_factor": 2.0}])
+def test_mean_by_reduce_scatter_excludes_pre_division(stage, keys):
+    found = errors_of({**zero(stage=stage), **keys})
+    assert "the mean is taken by the reduce-scatter" in found[0]
+    read_config({**zero(stage=stage, reduce_scatter=False), **keys})
+
+
+def test_pre_division_is_accepted_without_sharding():
+    assert read_config({**zero(stage=0), "prescale_gradients": True}).prescale_gradients
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_communication_dtypes_of_reduce_scatter(dtype):
+    assert read_config({**zero(stage=2), "communication_data_type": dtype}).communication_data_type == dtype
+
+
+def test_fp16_and_bf16_exclude_each_other():
+    assert "exclude each other" in errors_of({"fp16": {"enabled": True}, "bf16": {"enabled": True}})[0]
+
+
+def test_param_dtype_must_agree_with_the_precision():
+    raw = {"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp32"}}
+    assert "must agree with the compute dtype, here bf16" in errors_of(raw)[0]
+
+
+@pytest.mark.parametrize("name", ["loss_scale_window", "min_loss_scale"])
+def test_dynamic_loss_scale_settings_are_checked_when_used(name):
+    assert "at least 1" in errors_of({"fp16": {"enabled": True, name: 0}})[0]
+    read_config({"fp16": {"enabled": False, name: 0}})
+    read_config({"fp16": {"enabled": True, "loss_scale": 128, name: 0}})
+
+
+def test_twin_flow_ratio_needs_stage_3():
+    offload = {"device": "cpu", "ratio": 0.3}
+    assert "needs stage 3" in errors_of(zero(stage=2, offload_optimizer=offload))[0]
+    read_config(zero(stage=3, offload_optimizer=offload))
+
+
+def test_allgather_bucket_size_must_be_even():
+    assert "must be even" in errors_of(zero(stage=2, allgather_bucket_size=1001))[0]
+    read_config(zero(stage=2, allgather_bucket_size=1000))
+
+
+def test_contiguous_activations_need_partition_and_number():
+    found = errors_of({"activation_checkpointing": {"contiguous_memory_optimization": True}})
+    assert [error.split(" = ")[0] for error in found] == [
+        "activation_checkpointing.partition_activations",
+        "activation_checkpointing.number_checkpoints",
+    ]
+
+
+def test_sum_is_refused_at_stage_3_only():
+    assert "stage 3 takes the mean" in errors_of({**zero(stage=3), "gradient_allreduce_op": "sum"})[0]
+    assert not not_yet(read_config({**zero(stage=2), "gradient_allreduce_op": "sum"}))
+
+
+def test_offload_param_below_stage_3_warns_and_is_ignored():
+    config = read_config(zero(stage=2, offload_param={"device": "cpu"}))
+    assert any("offload_param is ignored at stage 2" in note for note in config.notes)
+    assert not_yet(config) == []
+    assert not_yet(read_config(zero(stage=3, offload_param={"device": "cpu"})))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_one_device_saves_nothing_at_stages_1_and_2(stage):
+    note = device_notes(read_config(zero(stage=stage)), 1)[0]
+    assert "saves nothing" in note
+    assert "offload_optimizer" in note
+    assert "stage 3" in note
+    assert device_notes(read_config(zero(stage=stage)), 2) == []
+
+
+def test_ignored_keys_are_named_once():
+    config = read_config(
+        zero(stage=2, contiguous_gradients=True, round_robin_gradients=True, grad_hooks=True)
+    )
+    assert config.notes == (
+        "no effect here: zero_optimization.contiguous_gradients, zero_optimization.round_robin_gradients, "
+        "zero_optimization.grad_hooks (`zero2jax check` says why).",
+    )
+
+
+@pytest.mark.parametrize(
+    ("raw", "path"),
+    [
+        ({"fp16": {"enabled": True}}, "fp16.enabled"),
+        (zero(stage=2, offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer.device"),
+        (zero(stage=3, zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
+        (zero(stage=2, ignore_unused_parameters=False), "zero_optimization.ignore_unused_parameters"),
+        ({"tensorboard": {"enabled": True, "output_path": "x"}}, "tensorboard.enabled"),
+        ({"csv_monitor": {"enabled": True}}, "csv_monitor.enabled"),
+        ({"wandb": {"enabled": True}}, "wandb.enabled"),
+        ({"flops_profiler": {"enabled": True, "profile_step": 3}}, "flops_profiler.enabled"),
+        ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
+        ({"communication_data_type": "fp16"}, "communication_data_type"),
+    ],
+)
+def test_not_yet_names_the_switch_only(raw, path):
+    lines = not_yet(read_config(raw))
+    assert [line.split(" = ")[0] for line in lines] == [path]
+
+
+def test_not_yet_ignores_blocks_that_are_off():
+    raw = {
+        "fp16": {"enabled": False, "hysteresis": 4},
+        "tensorboard": {"enabled": False, "output_path": "x"},
+        "bf16": {"enabled": False, "check_grad_overflow": True},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none", "pin_memory": False}},
+    }
+    assert not_yet(read_config(raw)) == []

@@ -1,0 +1,115 @@
+"""The one translation of a configuration: its values, that the engine has them, and that `check` says them."""
+
+import inspect
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import zero2jax
+from zero2jax.activations.layers import ActivationSettings
+from zero2jax.base.mesh import DataAxes
+from zero2jax.config.check import check_config
+from zero2jax.config.reading import DEFAULT_CONFIG, ConfigError, read_config
+from zero2jax.config.translate import translate
+from zero2jax.zero.precision import Precision
+from zero2jax.zero.settings import StepSettings
+
+RAW = {
+    "train_batch_size": 32,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "communication_data_type": "fp32",
+    "gradient_allreduce_op": "sum",
+    "data_types": {"grad_accum_dtype": "bf16"},
+    "bf16": {"enabled": True, "check_grad_overflow": True},
+    "zero_optimization": {"stage": 2},
+    "activation_checkpointing": {"number_checkpoints": 3, "policy": "dots"},
+}
+STEP = StepSettings(
+    stage=2,
+    num_microbatches=2,
+    batch_size=32,
+    precision=Precision(jnp.bfloat16, jnp.float32, jnp.bfloat16),
+    clip_norm=0.5,
+    reduction="sum",
+    skip_nonfinite=True,
+    gather="use",
+    seed=7,
+)
+ACTIVATIONS = ActivationSettings(policy="dots", num_checkpoints=3)
+
+
+def test_every_key_of_a_step_is_translated():
+    settings = translate(read_config(RAW), 4, shards_from="here", gather="use", seed=7)
+    assert settings.step == STEP
+    assert settings.activations == ACTIVATIONS
+    with pytest.raises(ConfigError, match=r"shards = 5 \(from here\)"):
+        translate(read_config(RAW), 5, shards_from="here")
+    assert translate(read_config(RAW), shards_from="here").step.batch_size == 32
+
+
+def test_the_engine_is_told_the_translation_and_check_says_it():
+    mesh = zero2jax.make_mesh(data=4)
+    loss = lambda params, batch: jnp.mean(batch @ params["w"])
+    engine = zero2jax.initialize(loss, optax.sgd(0.1), read_config(RAW), mesh, gather="use", seed=7)
+    assert engine.settings == STEP
+    assert engine.activations == ACTIVATIONS
+    effective = check_config(read_config(RAW), 4).effective
+    assert effective["ZeRO stage"] == "2, sharded: optimizer state and gradients"
+    assert effective["batch"] == "32 examples = 4 per device x 2 microbatches x 4 devices"
+    assert effective["compute dtype"] == "bf16"
+    assert effective["gradient accumulation dtype"] == "bf16"
+    assert effective["gradient reduction dtype"] == "fp32"
+    assert effective["gradient clipping"] == "global norm 0.5"
+    assert effective["non-finite gradients"] == "the step is skipped"
+    assert effective["activations"] == "policy 'dots', num_checkpoints 3"
+
+
+def test_whatever_a_step_has_the_engine_takes():
+    keywords = translate(read_config({}), shards_from="here").keywords
+    assert set(keywords) < set(inspect.signature(zero2jax.Engine).parameters)
+    assert keywords == {
+        "stage": 0,
+        "num_microbatches": 1,
+        "batch_size": None,
+        "precision": Precision(jnp.float32),
+        "clip_norm": None,
+        "reduction": "mean",
+        "skip_nonfinite": False,
+        "gather": "auto",
+        "seed": 0,
+        "shard_over_replicas": False,
+    }
+
+
+@pytest.mark.parametrize(("stage", "expected"), [(0, False), (1, True), (3, True)])
+def test_a_second_partition_shards_over_groups_where_there_are_groups_and_shards(stage, expected):
+    config = read_config({"zero_optimization": {"stage": stage, "zero_hpz_partition_size": 2}})
+    groups = DataAxes(replica="replica")
+    assert translate(config, shards_from="", axes=groups).step.axes.rest_over_replicas is expected
+    assert not translate(config, shards_from="", axes=DataAxes()).step.axes.rest_over_replicas
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_the_compute_dtype_has_one_home(dtype):
+    switches = {name: {"enabled": name == dtype} for name in ("fp16", "bf16")}
+    config = read_config({"zero_optimization": {"stage": 1}, **switches})
+    assert config.compute_dtype == dtype
+    assert check_config(config).effective["compute dtype"] == dtype
+    expected = {"fp16": jnp.float16, "bf16": jnp.bfloat16, "fp32": jnp.float32}[dtype]
+    assert translate(config, shards_from="").step.precision.compute_dtype == expected
+
+
+def test_no_configuration_means_the_default_one():
+    mesh = zero2jax.make_mesh(data=2)
+    engine = zero2jax.initialize(lambda params, batch: jnp.mean(batch), optax.sgd(0.1), mesh=mesh)
+    assert engine.config == DEFAULT_CONFIG == {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    assert (engine.stage, engine.precision.compute_dtype) == (2, jnp.bfloat16)
+
+
+def test_a_policy_that_is_none_is_refused_by_check_too():
+    with pytest.raises(
+        ConfigError, match=r"activation_checkpointing\.policy: .*'dotz'.* Did you mean 'dots'"
+    ):
+        check_config(read_config({"activation_checkpointing": {"policy": "dotz"}}))

@@ -1,0 +1,124 @@
+"""What the environment says of a process's place, and refusals by name. Nothing is started."""
+
+import pytest
+
+from zero2jax.processes.cluster_env import find_place, first_slurm_host
+
+SLURM = {
+    "SLURM_JOB_ID": "4100",
+    "SLURM_STEP_NODELIST": "node[003-004]",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_NODES": "2",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+PLAIN = {"MASTER_ADDR": "node1", "MASTER_PORT": "1234", "WORLD_SIZE": "4", "RANK": "2"}
+TORCHRUN = {**PLAIN, "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+LOCAL = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
+# (environment, source, index, count, address, local devices)
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, ("single process", 0, 1, None, None)),
+        ({"WORLD_SIZE": "1"}, ("single process", 0, 1, None, None)),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, ("single process (WORLD_SIZE and RANK)", 0, 1, None, None)),
+        (
+            {**PLAIN, "WORLD_SIZE": "1", "RANK": "0"},
+            ("single process (WORLD_SIZE and RANK)", 0, 1, None, None),
+        ),
+        (
+            {**PLAIN, "WORLD_SIZE": "1", "RANK": "0", "ZERO2JAX_RESTARTS": "0"},
+            ("zero2jax launch", 0, 1, "node1:1234", None),
+        ),
+        (PLAIN, ("WORLD_SIZE and RANK", 2, 4, "node1:1234", None)),
+        ({**PLAIN, **LOCAL}, ("WORLD_SIZE and RANK", 2, 4, "node1:1234", (0,))),
+        ({**PLAIN, **LOCAL, "CUDA_VISIBLE_DEVICES": "5"}, ("WORLD_SIZE and RANK", 2, 4, "node1:1234", None)),
+        ({**PLAIN, **LOCAL, "LOCAL_WORLD_SIZE": "1"}, ("WORLD_SIZE and RANK", 2, 4, "node1:1234", None)),
+        ({**PLAIN, "MASTER_ADDR": "fd00::1"}, ("WORLD_SIZE and RANK", 2, 4, "[fd00::1]:1234", None)),
+        (TORCHRUN, ("torchrun", 2, 4, "node1:1235", None)),
+        # srun starts torchrun once per node, and torchrun the processes.
+        ({**SLURM, **TORCHRUN}, ("torchrun", 2, 4, "node1:1235", None)),
+        (SLURM, ("Slurm", 5, 8, "node003:61444", (1,))),
+        ({**SLURM, "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, ("Slurm", 1, 2, "node003:61444", None)),
+        ({**SLURM, "MASTER_ADDR": "ib3"}, ("Slurm", 5, 8, "ib3:29500", (1,))),
+        ({**SLURM, "JAX_COORDINATOR_ADDRESS": "c:1"}, ("Slurm", 5, 8, "c:1", (1,))),
+        ({**SLURM, "WORLD_SIZE": "8", "RANK": "5"}, ("Slurm", 5, 8, "node003:61444", (1,))),
+        (
+            {**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", **PLAIN},
+            ("WORLD_SIZE and RANK", 2, 4, "node1:1234", None),
+        ),
+        ({**SLURM, **PLAIN, "ZERO2JAX_RESTARTS": "0"}, ("zero2jax launch", 2, 4, "node1:1234", None)),
+        ({**OPEN_MPI, "MASTER_ADDR": "h"}, ("Open MPI", 3, 4, "h:29500", (1,))),
+        ({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1"}, ("Open MPI", 3, 4, None, (1,))),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1", "MASTER_ADDR": "h"}, ("MPI", 1, 2, "h:29500", None)),
+    ],
+)
+def test_the_first_source_that_is_there_counts(env, expected):
+    found = find_place(env)
+    assert (
+        found.source,
+        found.process_index,
+        found.num_processes,
+        found.coordinator_address,
+        found.local_device_ids,
+    ) == expected
+    assert found.distributed == (not expected[0].startswith("single"))
+
+
+def test_arguments_come_first_and_need_each_other():
+    found = find_place(SLURM, "a:1", 2, 0, (3, 4))
+    assert (found.source, found.num_processes, found.local_device_ids) == ("arguments", 2, (3, 4))
+    with pytest.raises(ValueError, match="num_processes and process_id not given"):
+        find_place({}, "a:1")
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({**PLAIN, "RANK": "4"}, r"WORLD_SIZE=4 and RANK=4: the index of a process counts from 0"),
+        ({**PLAIN, "RANK": "two"}, r"RANK='two': it must be a whole number"),
+        ({**SLURM, "WORLD_SIZE": "16", "RANK": "5"}, r"WORLD_SIZE=16 .* SLURM_NTASKS=8 .* contradict each other"),
+        ({**SLURM, "MASTER_ADDR": "127.0.0.1"}, r"8 processes on 2 hosts: .*127.0.0.1:29500 is a loopback"),
+        ({**PLAIN, **LOCAL, "MASTER_ADDR": "localhost"}, r"4 processes on 2 hosts: .* is a loopback"),
+        ({**PLAIN, "http_proxy": "http://p:1"}, r"the proxy of http_proxy=http://p:1 .*no_proxy=\$no_proxy,node1"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, r"2 processes by WORLD_SIZE and RANK: no coordinator. Set MASTER_ADDR"),
+        (OPEN_MPI, r"4 processes by Open MPI: no coordinator. Set MASTER_ADDR.*mpi4py"),
+        ({"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "1"}, r"pod 1 of an indexed Kubernetes.*jax\[k8s\]"),
+        ({**PLAIN, "JAX_COORDINATOR_ADDRESS": "node1"}, r"address 'node1': write host:port"),
+    ],
+)  # fmt: skip
+def test_what_would_hang_is_refused_by_name(env, message):
+    with pytest.raises(ValueError, match=message):
+        find_place(env)
+
+
+def test_a_kubernetes_job_is_asked_through_jax(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "kubernetes")
+    found = find_place({"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "1"})
+    assert (found.source, found.process_index, found.num_processes, found.distributed) == (
+        "Kubernetes",
+        1,
+        None,
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node001", "node001"),
+        ("node001,other", "node001"),
+        ("node[001-004,007],login1", "node001"),
+        ("rack1-[07,09]-ib", "rack1-07-ib"),
+    ],
+)
+def test_first_host_of_a_slurm_list(nodes, host):
+    assert first_slurm_host(nodes) == host

@@ -1,0 +1,130 @@
+"""From a `Config` to what an engine is told: the one translation. `initialize` passes it on, `check` puts it in words.
+
+No mesh and no arrays: what a mesh has to say comes as the number of its devices and the names of its axes. What the
+engine cannot do yet is translated, too; `rules.not_yet` names it, and `initialize` refuses it.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from zero2jax.activations.layers import ActivationSettings
+from zero2jax.base.mesh import MODEL_AXIS, DataAxes
+from zero2jax.base.pytrees import LeafPredicate
+from zero2jax.config.compiler_options import Option, compiler_options
+from zero2jax.config.schema import ActivationCheckpointing, Config
+from zero2jax.config.values import ConfigError
+from zero2jax.zero.precision import Precision
+from zero2jax.zero.settings import StepSettings
+
+DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What a configuration says of an engine, but for its optimizer.
+
+    Attributes:
+      config: the configuration.
+      step: what is fixed about a step.
+      activations: what is saved of the layers for backward; None if the configuration has nothing of it switched on,
+        for then the model's own checkpoints stay as they are.
+    """
+
+    config: Config
+    step: StepSettings
+    activations: ActivationSettings | None
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """`step` as keyword arguments of `Engine`, which is given a mesh and the name of its data axis besides."""
+        names = [field.name for field in dataclasses.fields(self.step) if field.name != "axes"]
+        values = {name: getattr(self.step, name) for name in names}
+        return {**values, "shard_over_replicas": self.step.axes.rest_over_replicas}
+
+    def compiler_options(self, platform: str, num_params: int) -> dict[str, Option]:
+        """The XLA options of the step; warns where `platform` has none of those that the file sets."""
+        itemsize = jnp.dtype(self.step.precision.compute_dtype).itemsize
+        return compiler_options(self.config, platform, num_params * itemsize)
+
+
+def translate(
+    config: Config,
+    num_batch_shards: int | None = None,
+    *,
+    shards_from: str,
+    axes: DataAxes | None = None,
+    keep_fp32: LeafPredicate | None = None,
+    gather: str = "auto",
+    seed: int = 0,
+) -> EngineSettings:
+    """What an engine is told, by a configuration and by arguments that no configuration has.
+
+    Args:
+      config: the configuration.
+      num_batch_shards: devices that the batch is sharded over; None leaves the batch sizes unfinished.
+      shards_from: where that number is from, for messages.
+      axes: the data axes of the mesh; one data axis by default. `zero_hpz_partition_size` shards the state over the
+        groups too, where there are groups and a stage that shards.
+      keep_fp32: as for `initialize`, like the arguments below.
+      gather: "use", "once" or "auto".
+      seed: seed of the keys that the loss function gets.
+
+    Raises:
+      ConfigError: the batch sizes do not fit the devices; a remat policy that is none.
+      ValueError: `gather` or `axes` do not go with the stage.
+    """
+    zero, axes = config.zero_optimization, axes or DataAxes()
+    if zero.zero_hpz_partition_size > 1 and axes.replica is not None and zero.stage > 0:
+        axes = dataclasses.replace(axes, rest_over_replicas=True)
+    batch_size, num_microbatches = _batch(config, num_batch_shards, shards_from)
+    reduced, accumulated = config.communication_data_type, config.data_types.grad_accum_dtype
+    step = StepSettings(
+        stage=zero.stage,
+        num_microbatches=num_microbatches,
+        batch_size=batch_size,
+        precision=Precision(
+            compute_dtype=DTYPES[config.compute_dtype],
+            reduce_dtype=None if reduced is None else DTYPES[reduced],
+            accumulate_dtype=DTYPES[accumulated or "fp32"],
+            keep_fp32=keep_fp32,
+        ),
+        clip_norm=config.gradient_clipping or None,
+        reduction=config.gradient_allreduce_op,
+        skip_nonfinite=config.bf16.enabled and config.bf16.check_grad_overflow,
+        gather=gather,
+        seed=seed,
+        axes=axes,
+    )
+    return EngineSettings(config=config, step=step, activations=_activations(config))
+
+
+def _batch(config: Config, num_shards: int | None, shards_from: str) -> tuple[int | None, int]:
+    """(batch size or None to take it from the data, number of microbatches)."""
+    total, steps = config.train_batch_size, config.gradient_accumulation_steps
+    neither = total is None and config.train_micro_batch_size_per_gpu is None
+    if neither or num_shards is None:
+        return total, steps or 1
+    total, _, steps = config.batch_sizes(num_shards, shards_from=shards_from)
+    return total, steps
+
+
+def _activations(config: Config) -> ActivationSettings | None:
+    block = config.activation_checkpointing
+    if block == ActivationCheckpointing():
+        return None
+    try:
+        return ActivationSettings(
+            policy=block.policy,
+            num_checkpoints=block.number_checkpoints,
+            partition_axis=MODEL_AXIS if block.partition_activations else None,
+            offload=block.cpu_checkpointing,
+            contiguous=block.contiguous_memory_optimization,
+            barrier=block.synchronize_checkpoint_boundary,
+            profile=block.profile,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"cannot train by {config.name}", [f"activation_checkpointing.policy: {error}"]
+        ) from error
