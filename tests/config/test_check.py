@@ -65,6 +65,13 @@ def test_effective_settings():
     assert effective["on GPUs: xla_gpu_enable_latency_hiding_scheduler"] == "true"
 
 
+def test_adam_w_mode_has_an_effect_for_adam_only():
+    for kind, treatment, noted in (("Adam", "implemented", False), ("AdamW", "no effect", True)):
+        config = read_config({"optimizer": {"type": kind, "params": {"adam_w_mode": False}}})
+        assert rows(check_config(config))["optimizer.params.adam_w_mode"] == (False, treatment)
+        assert any("no effect here: optimizer.params.adam_w_mode" in note for note in config.notes) is noted
+
+
 def test_without_devices_the_batch_stays_as_written():
     assert check_config(read_config(RAW)).effective["batch"] == "32 examples per step"
     alone = read_config({"gradient_accumulation_steps": 4})

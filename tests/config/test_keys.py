@@ -77,7 +77,8 @@ FROZEN = {
     """,
     Treatment.REFUSED: """
         managed_gradient_accumulation zero_optimization.legacy_stage1 zero_optimization.zenflow
-        optimizer.params.amsgrad elasticity torch_autocast amp hybrid_engine curriculum_learning
+        optimizer.params.amsgrad optimizer.params.dampening optimizer.params.lr_decay
+        optimizer.params.initial_accumulator_value elasticity torch_autocast amp hybrid_engine curriculum_learning
         data_efficiency progressive_layer_drop eigenvalue compression_training sparse_attention
     """,
     Treatment.CONVERTED: """

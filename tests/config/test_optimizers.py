@@ -71,7 +71,7 @@ def moments(grad, memory, b1, b2):
 
 @pytest.mark.parametrize(
     ("kind", "decoupled", "corrected"),
-    [("Adam", True, True), ("adamw", True, False), ("AdamW", False, True), ("Adam", False, False)],
+    [("Adam", True, True), ("adamw", True, False), ("Adam", False, True), ("Adam", False, False)],
 )
 def test_adam(kind, decoupled, corrected):
     lr, b1, b2, eps, decay = 1e-2, 0.8, 0.95, 1e-3, 0.1
@@ -94,6 +94,22 @@ def test_adam(kind, decoupled, corrected):
         bias_correction=corrected,
     )
     assert_same(tx, update)
+
+
+@pytest.mark.parametrize("mode", [None, False, True])
+def test_adamw_decouples_weight_decay_whatever_adam_w_mode_says(mode):
+    """From 2.0 with a positive gradient: 2 - 0.1 * (1 + 0.5 * 2)."""
+    tx = build("AdamW", lr=0.1, weight_decay=0.5, **({} if mode is None else {"adam_w_mode": mode}))
+    params = {"w": jnp.full(3, 2.0)}
+    updates, _ = tx.update({"w": jnp.ones(3)}, tx.init(params), params)
+    np.testing.assert_allclose(params["w"] + updates["w"], 1.8, rtol=1e-6)
+
+
+def test_adam_without_adam_w_mode_adds_weight_decay_to_the_gradient():
+    tx = build("Adam", lr=0.1, weight_decay=0.5, adam_w_mode=False)
+    params = {"w": jnp.full(3, 2.0)}
+    updates, _ = tx.update({"w": jnp.ones(3)}, tx.init(params), params)
+    np.testing.assert_allclose(params["w"] + updates["w"], 1.9, rtol=1e-6)
 
 
 def test_adam_defaults_are_deepspeeds():

@@ -68,6 +68,39 @@ def test_contiguous_activations_need_partition_and_number():
     ]
 
 
+@pytest.mark.parametrize(
+    ("kind", "params", "words"),
+    [
+        ("SGD", {"nesterov": True}, "nesterov = true: there is no momentum to look ahead with"),
+        ("SGD", {"momentum": 0.9, "dampening": 0.1}, "dampening = 0.1: not supported: SGD's momentum"),
+        ("Adagrad", {"lr_decay": 0.1}, "lr_decay = 0.1: not supported: use a scheduler block"),
+        (
+            "Adam",
+            {"betas": [0.9, 1.0]},
+            "betas = [0.9, 1.0]: must be a list of two values, each a number of at",
+        ),
+        ("Lamb", {"betas": [1, 0.9]}, "betas = [1, 0.9]: must be a list of two values"),
+    ],
+)
+def test_what_an_optimizer_cannot_do_is_refused(kind, params, words):
+    (error,) = errors_of({"optimizer": {"type": kind, "params": params}})
+    assert error.startswith(f"optimizer.params.{words}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("SGD", {"momentum": 0.9, "nesterov": True, "dampening": 0}),
+        ("Adagrad", {"lr_decay": 0, "initial_accumulator_value": 0.0}),
+        ("Adam", {"torch_adam": "any string", "set_grad_none": False, "betas": [0, 0.999]}),
+        ("Lion", {"set_grad_none": True}),
+    ],
+)
+def test_what_an_optimizer_need_not_do_is_accepted(kind, params):
+    config = read_config({"optimizer": {"type": kind, "params": params}})
+    assert {f"optimizer.params.{name}" for name in params} <= set(config.given)
+
+
 def test_sum_is_refused_at_stage_3_only():
     assert "stage 3 takes the mean" in errors_of({**zero(stage=3), "gradient_allreduce_op": "sum"})[0]
     assert not not_yet(read_config({**zero(stage=2), "gradient_allreduce_op": "sum"}))

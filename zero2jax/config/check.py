@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from zero2jax.activations.layers import ActivationSettings
-from zero2jax.config.keys import KEYS, Treatment
+from zero2jax.config.keys import KEYS, Treatment, key_of
 from zero2jax.config.rules import device_notes, key_values, not_yet
 from zero2jax.config.schema import Config
 from zero2jax.config.translate import DTYPES, EngineSettings, translate
@@ -83,8 +83,9 @@ def check_config(config: Config, num_devices: int | None = None, *, every_key: b
 
 def _rows(config: Config) -> Iterator[Row]:
     given = set(config.given)
+    kind = None if config.optimizer is None else config.optimizer.type
     for path, value, _ in key_values(config):
-        key = KEYS[path]
+        key = key_of(path, kind)
         yield Row(path, value, path in given, path in config.auto, key.treatment, key.becomes)
     for path, value in _leaves(config.source):
         old = "bfloat16" if path.startswith("bfloat16.") else path

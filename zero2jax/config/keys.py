@@ -94,7 +94,7 @@ _IMPLEMENTED = {
             "eps": "placed where DeepSpeed's kernel has it",
             "weight_decay": "decoupled, but for SGD, Adagrad and Adam without adam_w_mode",
             "bias_correction": "correction of the moments' start from zero",
-            "adam_w_mode": "false: weight decay joins the gradient",
+            "adam_w_mode": "Adam: false lets weight decay join the gradient",
             "eps_inside_sqrt": "Lamb: sqrt(v + eps) instead of sqrt(v) + eps",
             "max_coeff": "Lamb: upper bound of the trust ratio",
             "min_coeff": "Lamb: lower bound of the trust ratio",
@@ -175,6 +175,7 @@ _NO_EFFECT = {
             "optimizer.legacy_fusion": _TORCH,
             "optimizer.params.torch_adam": _TORCH,
             "optimizer.params.fp32_optimizer_states": "optimizer state is fp32",
+            "optimizer.params.set_grad_none": "there are no gradients between two steps",
             "optimizer.params.ns_method": "both ways compute the same Newton-Schulz iteration",
             "scheduler.params.last_batch_iteration": "the step count is part of the state",
             "zero_allow_untested_optimizer": "any optax transformation is right under any stage",
@@ -312,6 +313,9 @@ _REFUSED = _table(
         "zero_optimization.legacy_stage1": "DeepSpeed removed it as well; use stage 1",
         "zero_optimization.zenflow": "stale, partial updates from the host have no counterpart",
         "optimizer.params.amsgrad": "DeepSpeed's kernels refuse it as well; pass an optax tx",
+        "optimizer.params.dampening": "SGD's momentum takes the full gradient; pass an optax tx",
+        "optimizer.params.lr_decay": "use a scheduler block",
+        "optimizer.params.initial_accumulator_value": "Adagrad's sum starts at 0; pass an optax tx",
         "elasticity": "nothing restarts the job here; give the batch sizes instead",
         "torch_autocast": f"{_OTHER}; use bf16",
         "amp": f"{_OTHER}; use bf16",
@@ -347,5 +351,17 @@ _CONVERTED = _table(
     },
 )
 
+IGNORED_BY_TYPE: dict[tuple[str, str], Key] = {
+    ("adamw", "optimizer.params.adam_w_mode"): Key(
+        Treatment.NO_EFFECT, "AdamW decouples weight decay anyway; DeepSpeed reads the key for Adam only"
+    )
+}
+"""Keys that one type of optimizer ignores and another reads, by (type, key path)."""
+
 KEYS: dict[str, Key] = {**_IMPLEMENTED, **_NO_EFFECT, **_NOT_YET, **_REFUSED, **_CONVERTED}
 """Every key, by its path; a key of a file is looked up under the name of its field."""
+
+
+def key_of(path: str, optimizer_type: str | None) -> Key:
+    """What becomes of the key of a configuration with this type of optimizer (None if it has none)."""
+    return IGNORED_BY_TYPE.get((optimizer_type or "", path)) or KEYS[path]

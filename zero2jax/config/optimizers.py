@@ -57,7 +57,7 @@ def make_optimizer(
         return _make_muon(params, scheduler, use_muon)
     learning_rate = make_schedule(scheduler, params.lr)
     momentum = make_momentum_schedule(scheduler)
-    make = _MAKERS[type(params)]
+    make = next(make for cls, make in _MAKERS.items() if isinstance(params, cls))
     if isinstance(params, (AdagradParams, SGDParams)):
         _note_constant_momentum(optimizer.type, momentum)
         return _inject(lambda learning_rate: make(params, learning_rate))(learning_rate=learning_rate)
@@ -89,7 +89,7 @@ def _adam(params: AdamParams, learning_rate: Any, b1: Any, b2: float) -> optax.G
     else:
         moments = _scale_by_uncorrected_adam(b1, b2, params.eps, inside_sqrt=False)
     decay = _decay(params.weight_decay)
-    parts = (moments, decay) if params.adam_w_mode else (decay, moments)
+    parts = (moments, decay) if params.decoupled else (decay, moments)
     return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
 
 

@@ -6,15 +6,27 @@ do is written in `optimizers` and `schedules`.
 
 from dataclasses import dataclass
 
-from zero2jax.config.values import REQUIRED, boolean, choice, integer, number, optional, pair, setting, single
+from zero2jax.config.values import (
+    REQUIRED,
+    anything,
+    boolean,
+    choice,
+    integer,
+    number,
+    optional,
+    pair,
+    setting,
+    single,
+)
 
 _LR = number(0.0)
-_BETA = pair(number(0.0, 1.0))
+# At 1 the correction of the moments' start divides by zero at the first step.
+_BETA = pair(number(0.0, below=1.0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamParams:
-    """Adam and AdamW: both decouple weight decay unless `adam_w_mode` is false."""
+    """Adam: weight decay is decoupled unless `adam_w_mode` is false."""
 
     lr: float = setting(1e-3, _LR)
     betas: tuple[float, float] = setting((0.9, 0.999), _BETA)
@@ -23,8 +35,24 @@ class AdamParams:
     bias_correction: bool = setting(True, boolean())
     adam_w_mode: bool = setting(True, boolean())
     amsgrad: bool = setting(False, boolean())
-    torch_adam: bool = setting(False, boolean())
+    torch_adam: bool | str = setting(False, anything())
     fp32_optimizer_states: bool = setting(True, boolean())
+    set_grad_none: bool = setting(True, boolean())
+
+    @property
+    def decoupled(self) -> bool:
+        """Weight decay stays out of the moments."""
+        return self.adam_w_mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWParams(AdamParams):
+    """AdamW: weight decay is decoupled. DeepSpeed reads `adam_w_mode` for Adam only."""
+
+    @property
+    def decoupled(self) -> bool:
+        """Whatever `adam_w_mode` says."""
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +78,7 @@ class LionParams:
     betas: tuple[float, float] = setting((0.9, 0.999), _BETA)
     weight_decay: float = setting(0.0, number(0.0))
     fp32_optimizer_states: bool = setting(True, boolean())
+    set_grad_none: bool = setting(True, boolean())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +88,8 @@ class AdagradParams:
     lr: float = setting(1e-2, _LR)
     eps: float = setting(1e-10, number(0.0))
     weight_decay: float = setting(0.0, number(0.0))
+    lr_decay: float = setting(0.0, number(0.0))
+    initial_accumulator_value: float = setting(0.0, number(0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +98,7 @@ class SGDParams:
 
     lr: float = setting(1e-3, _LR)
     momentum: float = setting(0.0, number(0.0))
+    dampening: float = setting(0.0, number())
     weight_decay: float = setting(0.0, number(0.0))
     nesterov: bool = setting(False, boolean())
 
@@ -89,7 +121,7 @@ OptimizerParams = AdamParams | LambParams | LionParams | AdagradParams | SGDPara
 
 OPTIMIZERS: dict[str, type] = {
     "adam": AdamParams,
-    "adamw": AdamParams,
+    "adamw": AdamWParams,
     "lamb": LambParams,
     "lion": LionParams,
     "adagrad": AdagradParams,

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from zero2jax.config.keys import KEYS, Treatment
-from zero2jax.config.params import WarmupCosineLRParams, WarmupDecayLRParams
+from zero2jax.config.keys import KEYS, Treatment, key_of
+from zero2jax.config.params import SGDParams, WarmupCosineLRParams, WarmupDecayLRParams
 from zero2jax.config.schema import Config
 from zero2jax.config.values import Report, shown
 
@@ -52,8 +52,12 @@ def check_rules(config: Config, report: Report) -> None:
     _reduction_rules(config, report)
     _zero_rules(config, report)
     _activation_rules(config, report)
+    _optimizer_rules(config, report)
     _scheduler_notes(config, report)
-    ignored = [key for key in config.given if key in KEYS and KEYS[key].treatment is Treatment.NO_EFFECT]
+    kind = None if config.optimizer is None else config.optimizer.type
+    ignored = [
+        key for key in config.given if key in KEYS and key_of(key, kind).treatment is Treatment.NO_EFFECT
+    ]
     if ignored:
         report.notes.append(f"no effect here: {', '.join(ignored)} (`zero2jax check` says why).")
     values = {
@@ -139,6 +143,13 @@ def _activation_rules(config: Config, report: Report) -> None:
         report.error(
             f"{path}.number_checkpoints", None, rule, "For one per layer, give the number of layers."
         )
+
+
+def _optimizer_rules(config: Config, report: Report) -> None:
+    params = None if config.optimizer is None else config.optimizer.params
+    if isinstance(params, SGDParams) and params.nesterov and params.momentum == 0:
+        rule = "there is no momentum to look ahead with; torch refuses it as well"
+        report.error("optimizer.params.nesterov", True, rule, "Give momentum, or remove it.")
 
 
 def _scheduler_notes(config: Config, report: Report) -> None:

@@ -142,18 +142,27 @@ def integer(low: int | None = None, high: int | None = None) -> Rule:
     return Rule(f"an integer{_span(low, high)}", convert)
 
 
-def number(low: float | None = None, high: float | None = None, *, above: float | None = None) -> Rule:
-    """A finite number in [low, high], or greater than `above`."""
+def number(
+    low: float | None = None,
+    high: float | None = None,
+    *,
+    above: float | None = None,
+    below: float | None = None,
+) -> Rule:
+    """A finite number in [low, high], greater than `above` and less than `below`."""
 
     def convert(value: Any) -> float:
         x = float(_number_from(value))
         if (low is not None and x < low) or (high is not None and x > high):
             raise Refused
-        if above is not None and x <= above:
+        if (above is not None and x <= above) or (below is not None and x >= below):
             raise Refused
         return x
 
-    return Rule(f"a number{_span(low, high)}" + ("" if above is None else f" greater than {above}"), convert)
+    limits = [_span(low, high).strip()] if _span(low, high) else []
+    limits += [] if above is None else [f"greater than {above}"]
+    limits += [] if below is None else [f"less than {below}"]
+    return Rule(" ".join(["a number", " and ".join(limits)]).strip(), convert)
 
 
 def boolean() -> Rule:
@@ -191,6 +200,17 @@ def text() -> Rule:
         return value
 
     return Rule("a string", convert)
+
+
+def anything() -> Rule:
+    """Any single value, of a key that has no effect."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, (Mapping, list, tuple)):
+            raise Refused
+        return value
+
+    return Rule("a single value", convert)
 
 
 def optional(rule: Rule) -> Rule:
