@@ -6,6 +6,7 @@ import optax
 import pytest
 
 import zero2jax
+from zero2jax.checkpoints.format import Checkpoint
 
 BATCH = np.arange(16, dtype=np.float32).reshape(8, 2) / 7 - 1
 
@@ -51,6 +52,32 @@ def test_the_optimizer_block_builds_the_optimizer_and_shows_its_rate():
     params, metrics = first_step(config)
     np.testing.assert_allclose(params, 0.5 - 0.1 * gradient(), rtol=1e-6)
     np.testing.assert_allclose(metrics["learning_rate"], 0.1, rtol=1e-6)
+
+
+def sgd_config(lr, weight_decay, stage):
+    params = {"lr": lr, "weight_decay": weight_decay}
+    return {"optimizer": {"type": "SGD", "params": params}, "zero_optimization": {"stage": stage}}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_numbers_of_the_file_count_after_a_restore(tmp_path, stage):
+    mesh = zero2jax.make_mesh(data=2)
+    engine = zero2jax.initialize(loss_fn, config=sgd_config(0.1, 0.0, stage), mesh=mesh)
+    state, _ = engine.step(engine.init({"w": np.full((2, 2), 0.5, np.float32)}), BATCH)
+    before = np.asarray(engine.params(state)["w"], np.float64)
+    with zero2jax.Checkpointer(tmp_path, engine) as checkpointer:
+        checkpointer.save(1, state)
+    # What checkpoints of this optimizer are made of: those saved so far have these names.
+    names = {name for name in Checkpoint(tmp_path / "1").leaves if name.startswith("opt_state/")}
+    assert names == {"opt_state/count", "opt_state/hyperparams/learning_rate"}
+
+    other = zero2jax.initialize(loss_fn, config=sgd_config(0.001, 0.5, stage), mesh=mesh)
+    other.abstract_state({"w": np.full((2, 2), 0.5, np.float32)})
+    state, _ = zero2jax.Checkpointer(tmp_path, other).restore()
+    state, metrics = other.step(state, BATCH)
+    step = 2 * BATCH.T.astype(np.float64) @ (BATCH @ before) / (len(BATCH) * 2) + 0.5 * before
+    np.testing.assert_allclose(other.params(state)["w"], before - 0.001 * step, rtol=1e-6)
+    np.testing.assert_allclose(metrics["learning_rate"], 0.001, rtol=1e-6)
 
 
 def test_a_given_transformation_wins_over_the_block_with_a_warning():
