@@ -62,7 +62,11 @@ LOADS = {
             "zero_optimization.reduce_bucket_size": 500_000_000,
         },
         [],
-        ["allgather_partitions", 'left at "auto", so the default is used: optimizer.params.lr = 0.001'],
+        [
+            "allgather_partitions",
+            'fp16.enabled and bf16.enabled = "auto" is read as false, so the loss is computed in fp32. Fill it in',
+            'left at "auto", so the default is used: optimizer.params.lr = 0.001',
+        ],
     ),
     "hf_zero3_offload": (
         {

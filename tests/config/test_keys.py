@@ -1,10 +1,10 @@
 """The treatment of every key is decided, and frozen here: a change of the table is a change of this list."""
 
+from zero2jax.config.blocks import names_of
 from zero2jax.config.keys import KEYS, Treatment
 from zero2jax.config.params import OPTIMIZERS, SCHEDULERS
 from zero2jax.config.reading import read_config
 from zero2jax.config.rules import key_values
-from zero2jax.config.values import names_of
 
 FROZEN = {
     Treatment.IMPLEMENTED: """
@@ -82,6 +82,7 @@ FROZEN = {
         data_efficiency progressive_layer_drop eigenvalue compression_training sparse_attention
     """,
     Treatment.CONVERTED: """
+        activation_checkpointing.partitioned_activations
         zero_optimization allgather_size bfloat16 zero_optimization.cpu_offload
         zero_optimization.cpu_offload_param zero_optimization.cpu_offload_use_pin_memory
         zero_optimization.stage3_gather_fp16_weights_on_model_save

@@ -1,15 +1,18 @@
 """Loading: sources, conversions, errors that name key, value, rule and way out; "auto"."""
 
 import argparse
+import base64
 import contextlib
 import dataclasses
 import json
 import warnings
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zero2jax.config.blocks import names_of
 from zero2jax.config.params import OPTIMIZERS, SCHEDULERS
 from zero2jax.config.reading import (
     Config,
@@ -21,7 +24,6 @@ from zero2jax.config.reading import (
     resolve_auto,
 )
 from zero2jax.config.rules import not_yet
-from zero2jax.config.values import names_of
 
 
 def errors_of(source):
@@ -74,6 +76,13 @@ def test_dict_source_is_not_changed_nor_watched():
     ("source", "words"),
     [
         ("/no/such/file.json", "cannot be read"),
+        ("", "cannot be read"),
+        ("/dev/null", "the file is empty: no key is set"),
+        ("\n  \n", "the file is empty: no key is set"),
+        ("# nothing\n", "the file is empty: no key is set"),
+        ("{ /*", "not JSON or hjson"),
+        ('{"a": 1 /* x', "not JSON or hjson"),
+        ("{a: '''x", "not JSON or hjson"),
         ('{"a": ', "not JSON or hjson"),
         ('{"train_batch_size": 1e999}', "not JSON or hjson"),
         ('{"a": ' + "[" * 5000 + "]" * 5000 + "}", "not JSON or hjson"),
@@ -83,6 +92,27 @@ def test_dict_source_is_not_changed_nor_watched():
 )
 def test_unreadable_source(source, words):
     assert words in errors_of(source)[0]
+
+
+@pytest.mark.parametrize("name", ["run:1.json", "a{b}.json", "stage: 3"])
+def test_a_path_that_exists_is_a_path(tmp_path, monkeypatch, name):
+    (tmp_path / name).write_text('{"zero_optimization": {"stage": 3}}')
+    monkeypatch.chdir(tmp_path)
+    for source in (name, tmp_path / name, str(tmp_path / name)):
+        assert read_config(source).zero_optimization.stage == 3
+
+
+def test_an_empty_file_is_an_error_and_an_empty_object_is_not(tmp_path):
+    path = tmp_path / "empty.json"
+    path.write_text("")
+    assert "the file is empty" in errors_of(path)[0]
+    path.write_text("{}")
+    assert read_config(path) == Config()
+
+
+def test_base64_of_a_text_is_read_as_by_deepspeed():
+    encoded = base64.urlsafe_b64encode(b'{"zero_optimization": {"stage": 3}}').decode()
+    assert read_config(encoded).zero_optimization.stage == 3
 
 
 def test_duplicate_keys_are_named_with_their_path():
@@ -186,6 +216,11 @@ def test_strings_for_numbers_and_booleans_are_converted_with_a_warning():
         ({"optimiser": {"type": "Adam"}}, "optimizer"),
         ({"lr_scheduler": {"type": "WarmupLR"}}, "scheduler"),
         ({"gradient_accumulation": 4}, "gradient_accumulation_steps"),
+        ({"partition_activations": True}, "activation_checkpointing.partition_activations"),
+        ({"max_grad_norm": 1.0}, "gradient_clipping"),
+        ({"micro_batch_size": 4}, "train_micro_batch_size_per_gpu"),
+        ({"cpu_offload": True}, "zero_optimization.cpu_offload"),
+        ({"loss_scale": 128}, "fp16.loss_scale"),
         ({"activation_checkpoint": {"cpu_checkpointing": True}}, "activation_checkpointing"),
     ],
 )
@@ -195,10 +230,48 @@ def test_a_top_level_key_that_must_mean_a_known_one_is_an_error_that_names_it(ra
     assert found == (f"{next(iter(raw))}: unknown key. Did you mean '{meant}'? {way_out}",)
 
 
-@pytest.mark.parametrize("key", ["seed", "model_name", "train_data", "log_dir", "lr", "_comment", "_fp16"])
+@pytest.mark.parametrize("key", ["_comment", "_fp16", "comment", "comments", "_"])
+def test_a_comment_is_nobodys_business(key):
+    config = load_config({key: {"enabled": True}})
+    assert (config, config.notes) == (Config(), ())
+
+
+@pytest.mark.parametrize("key", ["seed", "model_name", "train_data", "log_dir", "lr", "warmup", "project"])
 def test_a_top_level_key_that_resembles_nothing_is_a_note(key):
     with pytest.warns(ConfigWarning, match=rf"\(dict\): {key}: unknown key. It is ignored"):
         assert load_config({key: {"enabled": True}}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("raw", "sentence"),
+    [
+        (zero(cpu_offload_pin_memory=True), "Did you mean 'cpu_offload_use_pin_memory'?"),
+        (zero(gradient_clipping=1.0), "Remove it."),
+        (zero(partition_activations=True), "Did you mean 'activation_checkpointing.partition_activations'?"),
+        (zero(warmup=3), "Remove it."),
+        (zero(param=3), "Remove it."),
+        ({"fp16": {"stage": 3}}, "Did you mean 'zero_optimization.stage'?"),
+        ({"optimizer": {"type": "Adam", "params": {"learning_rate": 1}}}, "Did you mean 'lr'?"),
+        ({"optimizer": {"type": "Adam", "params": {"momentum": 1}}}, "Remove it."),
+    ],
+)
+def test_what_an_unknown_key_of_a_block_may_mean(raw, sentence):
+    (error,) = errors_of(raw)
+    assert error.endswith(f": unknown key. {sentence}")
+
+
+def test_many_and_long_unknown_keys_are_cut_short():
+    with pytest.raises(ConfigError) as caught:
+        read_config({f"own_{i}": i for i in range(600_000)})
+    assert caught.value.errors == ("the file: 599000 more unknown keys. Give a DeepSpeed JSON.",)
+    assert len(caught.value.notes) == 1000
+    (note,) = read_config({"k" * 10_000_000: 1}).notes
+    assert note == f"{'k' * 80}...: unknown key. It is ignored."
+    found = errors_of(zero(**{f"own_{i}": i for i in range(1500)}))
+    assert (len(found), found[-1]) == (
+        1001,
+        "zero_optimization: 500 more unknown keys. Give a DeepSpeed JSON.",
+    )
 
 
 @pytest.mark.parametrize(
@@ -290,6 +363,42 @@ def test_aliases_of_stage3_keys_and_bfloat16():
     assert "the same setting is also given as 'bf16'" in found[0]
 
 
+def test_the_spelling_of_deepspeeds_documentation_is_read_with_a_note():
+    config = read_config({"activation_checkpointing": {"partitioned_activations": True}})
+    assert config.activation_checkpointing.partition_activations
+    (note,) = config.notes
+    assert note.startswith(
+        "activation_checkpointing.partitioned_activations stands in DeepSpeed's documentation"
+    )
+    assert note.endswith(": read as activation_checkpointing.partition_activations.")
+
+
+# Values of keys without effect
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"train_batch_size": 8, "steps_per_print": float("inf")},
+        {"train_batch_size": np.int64(8), "gradient_clipping": np.float32(0.5)},
+        {"train_batch_size": np.array(8), "bf16": {"enabled": np.bool_(True)}},
+        {"optimizer": {"type": "Adam", "params": {"betas": (np.float64(0.9), 0.95)}}},
+    ],
+)
+def test_values_that_deepspeed_takes_from_a_dict(raw):
+    config = read_config(raw)
+    assert set(raw) <= {path.split(".")[0] for path in config.given}
+    json.dumps(config.source)
+
+
+def test_a_policy_by_tensor_can_be_hashed():
+    config = read_config({"activation_checkpointing": {"policy": {"x": "save"}}})
+    assert hash(config) == hash(read_config({"activation_checkpointing": {"policy": {"x": "save"}}}))
+    assert config.activation_checkpointing.policy == {"x": "save"}
+    (error,) = errors_of({"activation_checkpointing": {"policy": {"a": 5}}})
+    assert "must be a remat policy" in error
+
+
 # "auto"
 
 AUTO = {
@@ -332,6 +441,64 @@ def test_resolve_auto_by_path_and_nested():
 def test_resolve_auto_of_a_loaded_config():
     config = read_config({"train_batch_size": "auto"})
     assert resolve_auto(config, {"train_batch_size": 4}).train_batch_size == 4
+
+
+BF16_AUTO = 'bf16.enabled = "auto" is read as false, so the loss is computed in fp32'
+
+
+@pytest.mark.parametrize("written", ["bf16", "bfloat16"])
+@pytest.mark.parametrize("filled", ["bf16", "bfloat16"])
+def test_auto_under_either_spelling(written, filled):
+    raw = {written: {"enabled": "auto", "immediate_grad_update": True}}
+    config = read_config(raw)
+    assert any(BF16_AUTO in note for note in config.notes)
+    assert "no effect here: bf16.immediate_grad_update" in config.notes[0]
+    with pytest.warns(ConfigWarning, match="no effect here"):
+        assert resolve_auto(raw, {f"{filled}.enabled": True}).bf16.enabled
+
+
+@pytest.mark.parametrize(
+    ("written", "filled"),
+    [
+        ("param_persistence_threshold", "stage3_param_persistence_threshold"),
+        ("stage3_param_persistence_threshold", "param_persistence_threshold"),
+        ("stage3_gather_fp16_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::zero2jax.ConfigWarning")
+def test_every_alias_can_be_filled(written, filled):
+    config = resolve_auto(zero(stage=3, **{written: "auto"}), {"zero_optimization": {filled: 1}})
+    assert config.auto == ()
+    block = dataclasses.asdict(config.zero_optimization)
+    assert block.get(filled, block.get(written)) == 1
+
+
+@pytest.mark.parametrize(
+    ("raw", "overrides"),
+    [
+        ({"gradient_accumulation_steps": "8"}, {"gradient_accumulation_steps": 8}),
+        ({"bf16": {"enabled": "true"}}, {"bf16.enabled": True}),
+        (zero(reduce_bucket_size="5e8"), {"zero_optimization.reduce_bucket_size": 500_000_000}),
+        ({"optimizer": {"type": "adamw"}}, {"optimizer": {"type": "AdamW"}}),
+        (
+            {"activation_checkpointing": {"policy": {"x": "save"}}},
+            {"activation_checkpointing": {"policy": {"x": "save"}}},
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::zero2jax.ConfigWarning")
+def test_an_override_that_says_what_the_file_says(raw, overrides):
+    assert resolve_auto(raw, overrides) == read_config(raw)
+
+
+def test_overrides_that_cannot_be_used():
+    for overrides, words in (
+        (None, "overrides = null: must be an object from key paths to values"),
+        ({"bf16.enabled": True}, "override bf16.enabled = true: the file says bf16 = 3"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            resolve_auto({"bf16": 3} if overrides else {}, overrides)
+        assert caught.value.errors[0].startswith(words)
 
 
 def test_override_against_the_file_or_of_an_unknown_key_is_an_error():
@@ -392,7 +559,7 @@ def test_random_dicts_give_a_config_or_a_config_error(raw):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.text(alphabet='{}[]":,#\n abtrue019.e-\\', max_size=30).map(lambda text: "{" + text))
+@given(st.text(alphabet="{}[]\":,#\n abtrue019.e-\\/*'", max_size=30).map(lambda text: "{" + text))
 def test_random_text_gives_a_config_or_a_config_error(text):
     with contextlib.suppress(ConfigError):
         read_config(text)

@@ -60,12 +60,78 @@ def test_allgather_bucket_size_must_be_even():
     read_config(zero(stage=2, allgather_bucket_size=1000))
 
 
-def test_contiguous_activations_need_partition_and_number():
+def test_contiguous_activations_need_partition():
     found = errors_of({"activation_checkpointing": {"contiguous_memory_optimization": True}})
-    assert [error.split(" = ")[0] for error in found] == [
-        "activation_checkpointing.partition_activations",
-        "activation_checkpointing.number_checkpoints",
+    assert [error.split(" = ")[0] for error in found] == ["activation_checkpointing.partition_activations"]
+    both = {"partition_activations": True, "contiguous_memory_optimization": True}
+    assert read_config({"activation_checkpointing": both}).activation_checkpointing.number_checkpoints is None
+
+
+OFF = [
+    {"amp": {"opt_level": "O1"}},
+    {"progressive_layer_drop": {"theta": 0.5}},
+    {"torch_autocast": {"dtype": "bfloat16"}},
+    {"hybrid_engine": {"max_out_tokens": 512}},
+    {"elasticity": {"max_train_batch_size": 64}},
+    {"curriculum_learning": {"curriculum_type": "seqlen"}},
+    {"eigenvalue": {"verbose": False}},
+    {"data_efficiency": {"seed": 1}},
+    {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}}},
+    {"sparse_attention": {"mode": "dense"}},
+    {"amp": {}},
+    {"amp": {"enabled": "auto"}},
+    {"amp": None},
+]
+ON = [
+    {"amp": {"enabled": True, "opt_level": "O1"}},
+    {"amp": True},
+    {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": "true"}}}},
+    {"compression_training": {"layer_reduction": {"enabled": 1}}},
+    {"sparse_attention": {"mode": "fixed", "block": 16}},
+    {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
+]
+
+
+@pytest.mark.parametrize("raw", OFF)
+def test_a_block_without_enabled_is_off(raw):
+    assert read_config(raw) == read_config({})
+
+
+@pytest.mark.parametrize("raw", ON)
+def test_a_block_that_is_on_is_refused_if_there_is_nothing_for_it(raw):
+    (error,) = errors_of(raw)
+    assert " = true: not supported: " in error
+
+
+def test_an_error_does_not_hide_the_others_nor_make_new_ones():
+    raw = {
+        "train_batch_size": 16,
+        "fp16": {"enabled": True, "foo": 1},
+        "amp": {"enabled": True},
+        "prescale_gradients": True,
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    }
+    assert [error.split(":")[0] for error in errors_of(raw)] == [
+        "fp16.foo",
+        "prescale_gradients = true",
+        "amp = true",
     ]
+    wrong = {
+        "zero_optimization": {"stage": 9},
+        "gradient_allreduce_op": "sum",
+        "fp16": {"enable": True},
+        "data_types": {"param_dtype": "fp16"},
+        "activation_checkpointing": {"partition_activations": 3, "contiguous_memory_optimization": True},
+        "optimizer": {"type": "SGD", "params": {"momentum": "much", "nesterov": True}},
+    }
+    assert len(errors_of(wrong)) == 4
+
+
+def test_a_key_with_an_error_is_not_also_without_effect():
+    with pytest.raises(ConfigError) as caught:
+        read_config({**zero(stage=1), "prescale_gradients": True, "dump_state": False})
+    assert len(caught.value.errors) == 1
+    assert caught.value.notes == ()
 
 
 @pytest.mark.parametrize(

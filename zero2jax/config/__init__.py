@@ -3,8 +3,10 @@
 In reading order, from the file to the engine:
 
     reading            a file, a text or a dict becomes a `Config`; all errors of a file at once
+    source, auto       what is read, as one JSON object; values for keys left at "auto"
     schema, params     `Config` as frozen dataclasses, named as DeepSpeed names its keys; parameters of optimizers
-    values             what a single value may be; how one block is read
+    blocks, values     how one block is read; what a single value may be
+    suggestions        what an unknown key may have meant
     keys               the table: what becomes of every key
     rules              rules that join several keys; what the engine does not have yet
     translate          `Config` -> `EngineSettings`, once

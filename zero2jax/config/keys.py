@@ -260,7 +260,7 @@ _NOT_YET = {
     **_table(
         Treatment.NOT_YET,
         {
-            "ignore_unused_parameters": "false: an error for a parameter without gradient",
+            "ignore_unused_parameters": "an error for a parameter without gradient",
             "zero_quantized_weights": "all-gather of quantised weights",
             "zero_quantized_nontrainable_weights": "all-gather of quantised frozen weights",
             "zero_quantized_gradients": "quantised gradient reduction",
@@ -333,6 +333,7 @@ _CONVERTED = _table(
     Treatment.CONVERTED,
     {
         "zero_optimization": "true or false: stage 1 or 0",
+        "activation_checkpointing.partitioned_activations": "partition_activations; DeepSpeed documents this spelling",
         "allgather_size": "allgather_bucket_size, beside the true/false form of zero_optimization",
         "bfloat16": "bf16",
         "zero_optimization.cpu_offload": 'offload_optimizer {device: "cpu"}',

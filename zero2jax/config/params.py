@@ -6,18 +6,8 @@ do is written in `optimizers` and `schedules`.
 
 from dataclasses import dataclass
 
-from zero2jax.config.values import (
-    REQUIRED,
-    anything,
-    boolean,
-    choice,
-    integer,
-    number,
-    optional,
-    pair,
-    setting,
-    single,
-)
+from zero2jax.config.blocks import REQUIRED, setting
+from zero2jax.config.values import anything, boolean, choice, integer, number, optional, pair, single
 
 _LR = number(0.0)
 # At 1 the correction of the moments' start divides by zero at the first step.

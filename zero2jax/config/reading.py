@@ -1,35 +1,24 @@
-"""A DeepSpeed JSON becomes a `Config`: reading, old spellings, "auto" values; all errors of a file at once.
+"""A DeepSpeed JSON becomes a `Config`: blocks, old spellings, "auto" values; all errors of a file at once.
 
-Files are read with hjson as DeepSpeed does: comments, trailing commas, no outer braces. The supported keys
-and what they become are in `keys`, types and defaults in `schema`. The library below takes the
-dataclasses and never sees a dict of settings.
+What is read is in `source`; the supported keys and what they become are in `keys`, types and defaults in `schema`.
+The library below takes the dataclasses and never sees a dict of settings.
 """
 
 import argparse
-import copy
 import dataclasses
 import os
-import re
 from collections.abc import Mapping
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import hjson
-
-from zero2jax.base.names import nearest
+from zero2jax.config.auto import fill
+from zero2jax.config.blocks import names_of, read_block
 from zero2jax.config.params import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULERS
 from zero2jax.config.rules import check_rules
-from zero2jax.config.schema import Config, OptimizerBlock, SchedulerBlock, ZeroOptimization
-from zero2jax.config.values import (
-    ConfigError,
-    ConfigWarning,
-    Report,
-    joined,
-    names_of,
-    read_block,
-    shown,
-    warn,
-)
+from zero2jax.config.schema import Config, OptimizerBlock, SchedulerBlock
+from zero2jax.config.source import plain_object, raw_config
+from zero2jax.config.suggestions import suggestion
+from zero2jax.config.values import ConfigError, ConfigWarning, Report, joined, shown, warn
 
 __all__ = [
     "DEFAULT_CONFIG",
@@ -45,9 +34,7 @@ __all__ = [
 DEFAULT_CONFIG: Mapping[str, Any] = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
 """What no configuration means: stage 2 with bf16 compute."""
 
-# How near a key at the top has to come to a known one to be its misspelling. With less, `train_data` would be
-# `train_batch_size`: many files have keys of their own there.
-_NEAR = 0.7
+_NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config
 
@@ -78,10 +65,25 @@ def read_config(source: Source) -> Config:
     """As `load_config`, but silent: the notes are in `Config.notes` only."""
     if isinstance(source, Config):
         return source
-    name, raw, report = _raw_config(source)
-    doing = f"cannot load the configuration {name}"
-    if report.errors:
-        raise ConfigError(doing, report.errors)
+    return _accepted(*read(source))
+
+
+def read(source: Source, overrides: Mapping[str, Any] = _NO_OVERRIDES) -> tuple[Config, Report]:
+    """A configuration as far as it can be read, and the report; where that has problems, it is not to be used.
+
+    Args:
+      source: as `load_config` takes it.
+      overrides: as for `resolve_auto`.
+
+    Raises:
+      ConfigError: there is nothing to read.
+    """
+    report = Report(suggest=suggestion)
+    if isinstance(source, Config):
+        name, raw = source.name, plain_object(source.source, source.name)
+    else:
+        name, raw = raw_config(source, report)
+    unused = fill(raw, overrides, report)
     original, raw = raw, dict(raw)
     _convert_old_zero(raw, report)
     readers = {"optimizer": _read_optimizer, "scheduler": _read_scheduler}
@@ -97,11 +99,8 @@ def read_config(source: Source) -> Config:
         source=original,
         name=name,
     )
-    if not report.errors:
-        check_rules(config, report)
-    if report.errors:
-        raise ConfigError(doing, report.errors, report.notes)
-    return dataclasses.replace(config, notes=tuple(report.notes))
+    check_rules(config, report)
+    return dataclasses.replace(config, notes=tuple(report.notes), unused=tuple(unused)), report
 
 
 def resolve_auto(source: Source, overrides: Mapping[str, Any]) -> Config:
@@ -119,17 +118,15 @@ def resolve_auto(source: Source, overrides: Mapping[str, Any]) -> Config:
     >>> resolve_auto({"train_batch_size": "auto"}, {"train_batch_size": 64}).train_batch_size
     64
     """
-    if isinstance(source, Config):
-        name, raw, report = source.name, _copied(source.name, source.source), Report()
-    else:
-        name, raw, report = _raw_config(source)
-    for path, value in _flat(overrides).items():
-        _override(raw, path, value, report)
-    if report.errors:
-        raise ConfigError(f'cannot fill the "auto" values of {name}', report.errors)
-    config = dataclasses.replace(read_config(raw), name=name)
+    config = _accepted(*read(source, overrides))
     for note in config.notes:
-        warn(f"{name}: {note}")
+        warn(f"{config.name}: {note}")
+    return config
+
+
+def _accepted(config: Config, report: Report) -> Config:
+    if report.problems:
+        raise ConfigError(f"cannot load the configuration {config.name}", report.problems, report.notes)
     return config
 
 
@@ -139,78 +136,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--deepspeed", action="store_true", help="accepted for DeepSpeed's command lines")
     group.add_argument("--deepspeed_config", metavar="PATH", default=None, help="DeepSpeed JSON file")
     return parser
-
-
-class _Pairs(list):  # type: ignore[type-arg]
-    """The (key, value) pairs of one JSON object, before duplicates are lost."""
-
-
-def _raw_config(source: Any) -> tuple[str, dict[str, Any], Report]:
-    """(name for messages, JSON object with duplicate keys reported, report)."""
-    report = Report()
-    if isinstance(source, Mapping):
-        return "(dict)", _copied("(dict)", source), report
-    if not isinstance(source, (str, os.PathLike)):
-        rule = "a configuration is a path, a dict, JSON text or a Config"
-        raise ConfigError("cannot load the configuration", [f"{shown(source)}: {rule}. Pass one of these."])
-    if isinstance(source, str) and _is_text(source):
-        name, content = "(text)", source
-    else:
-        name = os.fspath(source)
-        content = _file_content(name)
-    try:
-        pairs = hjson.loads(content, object_pairs_hook=_Pairs)
-        raw = _without_duplicates(pairs, "", report)
-    except (ValueError, OverflowError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        way_out = "Write one JSON object (comments and trailing commas are allowed)."
-        raise ConfigError(
-            f"cannot load the configuration {name}", [f"not JSON or hjson ({reason}). {way_out}"]
-        ) from None
-    if not isinstance(raw, dict):
-        report.error(name, raw, "must be one JSON object", "Write { ... }.")
-        raw = {}
-    return name, raw, report
-
-
-def _copied(name: str, source: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        return copy.deepcopy(dict(source))
-    except RecursionError:
-        doing = f"cannot load the configuration {name}"
-        raise ConfigError(
-            doing, ["blocks are nested too deeply. DeepSpeed's keys need four levels at most."]
-        ) from None
-
-
-def _is_text(source: str) -> bool:
-    return "{" in source or "\n" in source or re.match(r"\s*[\"']?\w+[\"']?\s*:(?![\\/])", source) is not None
-
-
-def _file_content(name: str) -> str:
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        way_out = "Give the path of a DeepSpeed JSON file, or its text."
-        doing = f"cannot load the configuration {shown(name)}"
-        raise ConfigError(doing, [f"the file cannot be read: {reason}. {way_out}"]) from None
-
-
-def _without_duplicates(value: Any, path: str, report: Report) -> Any:
-    if isinstance(value, _Pairs):
-        result: dict[str, Any] = {}
-        for key, item in value:
-            here = f"{path}.{key}" if path else key
-            if key in result:
-                report.error(
-                    here, item if not isinstance(item, _Pairs) else {}, "the key is given twice", "Keep one."
-                )
-            result[key] = _without_duplicates(item, here, report)
-        return result
-    if isinstance(value, list):
-        return [_without_duplicates(item, path, report) for item in value]
-    return value
 
 
 def _overlap_is_open(raw: Mapping[str, Any]) -> bool:
@@ -257,17 +182,19 @@ def _convert_old_zero(raw: dict[str, Any], report: Report) -> None:
 
 def _unknown_at_the_top(key: Any, value: Any, report: Report) -> None:
     """Refuse a key that must mean a known one, which to ignore would train otherwise than written; note the others."""
-    near = nearest(str(key), names_of(Config), cutoff=_NEAR)
-    if not near and key in names_of(ZeroOptimization):
-        near = [f"zero_optimization.{key}"]
-    if not near and isinstance(value, Mapping) and "stage" in value:
-        near = ["zero_optimization"]
-    sentence = f"{joined('', key)}: unknown key."
-    if near and not str(key).startswith("_"):
+    name = str(key)
+    if name.startswith(("_", "comment")):
+        return
+    meant = report.suggest("", name, names_of(Config))
+    if not meant and isinstance(value, Mapping) and "stage" in value:
+        meant = "zero_optimization"
+    sentence, question = f"{joined('', key)}: unknown key.", f" Did you mean {meant!r}?" if meant else ""
+    if meant and not meant.startswith(("optimizer.", "scheduler.")):
         way_out = "If it is a key of your own, begin its name with an underscore."
-        report.errors.append(f"{sentence} Did you mean {near[0]!r}? {way_out}")
+        report.errors.append(f"{sentence}{question} {way_out}")
+        report.broken.append(meant)
     else:
-        report.notes.append(f"{sentence} It is ignored.")
+        report.notes.append(f"{sentence} It is ignored.{question}")
 
 
 def _read_typed(
@@ -287,7 +214,7 @@ def _read_typed(
         | ({"AdamW"} if "adamw" in types else set())
     )
     if lower in refused:
-        report.error(
+        report.refuse(
             f"{path}.type", kind, f"not supported: {refused[lower]}", f"Use one of {', '.join(names)}."
         )
         return None
@@ -295,7 +222,8 @@ def _read_typed(
         way_out = f"Use one of {', '.join(names)}" + (
             ", or pass an optax tx." if path == "optimizer" else "."
         )
-        report.error(f"{path}.type", kind, "has no counterpart here", way_out)
+        tell = report.refuse if isinstance(kind, str) else report.error
+        tell(f"{path}.type", kind, "has no counterpart here", way_out)
         return None
     raw_params = value.get("params")
     others = {key: item for key, item in value.items() if key not in ("type", "params")}
@@ -332,46 +260,3 @@ def _read_scheduler(value: Any, path: str, report: Report) -> SchedulerBlock | N
     for key in others:
         report.errors.append(report.unknown(path, key, ("type", "params")))
     return SchedulerBlock(kind, params)
-
-
-def _flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in values.items():
-        here = f"{path}.{key}" if path else str(key)
-        flat.update(_flat(value, here) if isinstance(value, Mapping) else {here: value})
-    return flat
-
-
-def _override(raw: dict[str, Any], path: str, value: Any, report: Report) -> None:
-    """Put `value` where `raw` has "auto" at `path`."""
-    known = _known_paths()
-    if path not in known:
-        report.errors.append("override " + report.unknown("", path, known))
-        return
-    parent: Any = raw
-    *blocks, last = path.split(".")
-    for name in blocks:
-        parent = parent.get(name) if isinstance(parent, dict) else None
-    if not isinstance(parent, dict) or last not in parent:
-        return
-    if parent[last] == "auto":
-        parent[last] = value
-    elif parent[last] != value:
-        rule = f"the file says {shown(parent[last])}"
-        report.error(f"override {path}", value, rule, 'Make the two agree, or write "auto" in the file.')
-
-
-def _known_paths(cls: Any = Config, path: str = "") -> list[str]:
-    """Every spelling of every key, blocks and types included."""
-    paths = []
-    for name, (field, _) in names_of(cls).items():
-        here = f"{path}.{name}" if path else name
-        paths.append(here)
-        if not path and name in ("optimizer", "scheduler"):
-            types = OPTIMIZERS if name == "optimizer" else SCHEDULERS
-            paths.append(f"{here}.type")
-            params = {key for kind in types.values() for key in _known_paths(kind, f"{here}.params")}
-            paths.extend(sorted(params))
-        elif "block" in field.metadata:
-            paths.extend(_known_paths(field.metadata["block"], here))
-    return paths

@@ -56,13 +56,26 @@ def check_rules(config: Config, report: Report) -> None:
     _scheduler_notes(config, report)
     kind = None if config.optimizer is None else config.optimizer.type
     ignored = [
-        key for key in config.given if key in KEYS and key_of(key, kind).treatment is Treatment.NO_EFFECT
+        key
+        for key in config.given
+        if key in KEYS and key_of(key, kind).treatment is Treatment.NO_EFFECT and report.sound(key)
     ]
     if ignored:
         report.notes.append(f"no effect here: {', '.join(ignored)} (`zero2jax check` says why).")
-    values = {
-        path: value for path, value, _ in key_values(config) if path in config.auto and value is not None
-    }
+    _auto_notes(config, report)
+
+
+def _auto_notes(config: Config, report: Report) -> None:
+    precision = [path for path in ("fp16.enabled", "bf16.enabled") if path in config.auto]
+    if config.compute_dtype != "fp32" or not report.sound("fp16.enabled", "bf16.enabled"):
+        precision = []
+    if precision:
+        report.notes.append(
+            f'{" and ".join(precision)} = "auto" is read as false, so the loss is computed in fp32. Fill it in with '
+            f"resolve_auto(config, {{'bf16.enabled': True}}), or write true."
+        )
+    left = set(config.auto) - set(precision)
+    values = {path: value for path, value, _ in key_values(config) if path in left and value is not None}
     if values:
         used = ", ".join(f"{path} = {shown(value)}" for path, value in values.items())
         report.notes.append(f'left at "auto", so the default is used: {used}.')
@@ -72,7 +85,7 @@ def _refused(config: Config, report: Report) -> None:
     for path, value, default in key_values(config):
         key = KEYS[path]
         if key.treatment is Treatment.REFUSED and value != default:
-            report.error(path, value, f"not supported: {key.becomes}", "Remove the key or switch it off.")
+            report.refuse(path, value, f"not supported: {key.becomes}", "Remove the key or switch it off.")
 
 
 def _precision_rules(config: Config, report: Report) -> None:
@@ -80,12 +93,12 @@ def _precision_rules(config: Config, report: Report) -> None:
         report.error("bf16.enabled", True, "fp16 and bf16 exclude each other", "Switch one of them off.")
     mode = config.compute_dtype
     wanted = config.data_types.param_dtype
-    if wanted not in (None, mode):
+    if wanted not in (None, mode) and report.sound("fp16.enabled", "bf16.enabled"):
         rule = f"must agree with the compute dtype, here {mode}"
         report.error(
             "data_types.param_dtype", wanted, rule, "Remove it; fp16.enabled and bf16.enabled decide."
         )
-    if config.fp16.enabled and config.fp16.loss_scale == 0:
+    if config.fp16.enabled and config.fp16.loss_scale == 0 and report.sound("fp16.loss_scale"):
         for name in ("loss_scale_window", "min_loss_scale", "hysteresis"):
             value = getattr(config.fp16, name)
             if value < 1:
@@ -96,6 +109,9 @@ def _precision_rules(config: Config, report: Report) -> None:
 
 def _reduction_rules(config: Config, report: Report) -> None:
     zero = config.zero_optimization
+    judged = ("zero_optimization.stage", "zero_optimization.reduce_scatter", "gradient_allreduce_op")
+    if not report.sound(*judged):
+        return
     if zero.stage == 3 and config.gradient_allreduce_op == "sum":
         rule = "stage 3 takes the mean"
         report.error("gradient_allreduce_op", "sum", rule, "Use a stage below 3, or scale the loss.")
@@ -113,6 +129,8 @@ def _reduction_rules(config: Config, report: Report) -> None:
 
 def _zero_rules(config: Config, report: Report) -> None:
     zero, path = config.zero_optimization, "zero_optimization"
+    if not report.sound(f"{path}.stage"):
+        return
     offload = zero.offload_optimizer
     if offload is not None and offload.ratio < 1.0 and zero.stage != 3:
         rule = f"a part of the optimizer on the host needs stage 3, the stage is {zero.stage}"
@@ -133,21 +151,16 @@ def _zero_rules(config: Config, report: Report) -> None:
 
 def _activation_rules(config: Config, report: Report) -> None:
     block, path = config.activation_checkpointing, "activation_checkpointing"
-    if not block.contiguous_memory_optimization:
-        return
-    if not block.partition_activations:
+    needed = f"{path}.partition_activations"
+    if block.contiguous_memory_optimization and not block.partition_activations and report.sound(needed):
         rule = "contiguous_memory_optimization needs it, as in DeepSpeed"
-        report.error(f"{path}.partition_activations", False, rule, "Switch both on or both off.")
-    if block.number_checkpoints is None:
-        rule = "contiguous_memory_optimization needs the number of segments, as in DeepSpeed"
-        report.error(
-            f"{path}.number_checkpoints", None, rule, "For one per layer, give the number of layers."
-        )
+        report.error(needed, False, rule, "Switch both on or both off.")
 
 
 def _optimizer_rules(config: Config, report: Report) -> None:
     params = None if config.optimizer is None else config.optimizer.params
-    if isinstance(params, SGDParams) and params.nesterov and params.momentum == 0:
+    sound = report.sound("optimizer.params.momentum")
+    if isinstance(params, SGDParams) and params.nesterov and params.momentum == 0 and sound:
         rule = "there is no momentum to look ahead with; torch refuses it as well"
         report.error("optimizer.params.nesterov", True, rule, "Give momentum, or remove it.")
 

@@ -11,18 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from zero2jax.config.blocks import block, setting
 from zero2jax.config.params import OptimizerParams, SchedulerParams
 from zero2jax.config.values import (
     ConfigError,
+    any_part_enabled,
+    anything,
     asked_for,
-    block,
     boolean,
     choice,
     integer,
+    not_empty,
     number,
     optional,
     remat_rule,
-    setting,
     text,
 )
 
@@ -104,7 +106,7 @@ class ZeroOptimization:
     zero_quantized_weights: bool = setting(False, boolean())
     zero_quantized_nontrainable_weights: bool = setting(False, boolean())
     zero_quantized_gradients: bool = setting(False, boolean())
-    zeropp_loco_param: bool = setting(False, asked_for())
+    zeropp_loco_param: bool = setting(False, asked_for(not_empty))
     mics_shard_size: int = setting(-1, integer(-1))
     mics_hierarchical_params_gather: bool = setting(False, boolean())
     memory_efficient_linear: bool = setting(True, boolean())
@@ -113,8 +115,8 @@ class ZeroOptimization:
     log_trace_cache_warnings: bool = setting(False, boolean())
     enable_sanity_checks: bool = setting(False, boolean())
     save_muon_momentum_buffer_in_memory: bool = setting(False, boolean())
-    leaf_module: bool = setting(False, asked_for())
-    zenflow: bool = setting(False, asked_for())
+    leaf_module: bool = setting(False, asked_for(not_empty))
+    zenflow: bool = setting(False, asked_for(not_empty))
     grad_hooks: bool = setting(True, boolean())
 
 
@@ -157,7 +159,7 @@ class DataTypes:
 class ActivationCheckpointing:
     """`activation_checkpointing`; `policy` is not a key of DeepSpeed, which ignores it."""
 
-    partition_activations: bool = setting(False, boolean())
+    partition_activations: bool = setting(False, boolean(), documented=("partitioned_activations",))
     cpu_checkpointing: bool = setting(False, boolean())
     contiguous_memory_optimization: bool = setting(False, boolean())
     number_checkpoints: int | None = setting(None, optional(integer(1)))
@@ -254,7 +256,8 @@ class Config:
     """A configuration file; made by `load_config`, hashable, equal when it means the same.
 
     `given` and `auto` are the key paths written in the file and those of them left at "auto"; `notes` what
-    was converted, ignored or has no effect; `source` the JSON object as written, `name` what to call it.
+    was converted, ignored or has no effect; `unused` the overrides of "auto" values that no key of the file asks for;
+    `source` the JSON object as written, `name` what to call it.
     """
 
     train_batch_size: int | None = setting(None, optional(integer(1)))
@@ -283,7 +286,7 @@ class Config:
     activation_checkpointing: ActivationCheckpointing = field(
         default_factory=ActivationCheckpointing, metadata=block(ActivationCheckpointing)
     )
-    steps_per_print: int | None = setting(None, optional(integer(0)))
+    steps_per_print: Any = setting(None, anything())  # noqa: RUF009
     wall_clock_breakdown: bool = setting(False, boolean())
     memory_breakdown: bool = setting(False, boolean())
     dump_state: bool = setting(False, boolean())
@@ -313,12 +316,13 @@ class Config:
     data_efficiency: bool = setting(False, asked_for())
     progressive_layer_drop: bool = setting(False, asked_for())
     eigenvalue: bool = setting(False, asked_for())
-    compression_training: bool = setting(False, asked_for())
-    sparse_attention: bool = setting(False, asked_for())
+    compression_training: bool = setting(False, asked_for(any_part_enabled))
+    sparse_attention: bool = setting(False, asked_for(lambda block: block.get("mode", "fixed") != "dense"))
 
     given: tuple[str, ...] = field(default=(), compare=False, repr=False)
     auto: tuple[str, ...] = field(default=(), compare=False, repr=False)
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    unused: tuple[str, ...] = field(default=(), compare=False, repr=False)
     source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     name: str = field(default="defaults", compare=False, repr=False)
 

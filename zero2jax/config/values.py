@@ -1,8 +1,6 @@
-"""What a single value of a configuration file may be, and how one block of keys is read.
+"""What a single value of a configuration file may be, and the words for what is wrong. No JAX here.
 
-A block is a frozen dataclass. Each of its fields carries a `Rule` (type, range, wording) and the aliases
-DeepSpeed knows for it; `read_block` turns a JSON object into the dataclass and notes everything wrong in
-a `Report` instead of stopping at the first error. No JAX here.
+A `Rule` has type, range and wording; what is wrong goes to a `Report` instead of stopping at the first error.
 """
 
 import dataclasses
@@ -11,16 +9,11 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
-
-from zero2jax.base.names import did_you_mean
-
-Block = TypeVar("Block")
-Default = TypeVar("Default")
+from typing import Any
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
-REQUIRED: Any = dataclasses.MISSING
+_LONGEST_NAME = 80
 
 
 class ConfigError(ValueError):
@@ -61,26 +54,64 @@ class Rule:
 
 @dataclasses.dataclass
 class Report:
-    """Findings while reading one file: key paths joined by dots, in the order met."""
+    """Findings while reading one file: key paths joined by dots, in the order met.
 
+    Attributes:
+      suggest: what an unknown key may mean, by (block, key, known names); "" for nothing.
+      errors: what is wrong in the file.
+      refused: what DeepSpeed has, and this library refuses.
+      open: keys at "auto" that have no default.
+      notes: what was converted or ignored.
+      auto: keys at "auto", as their fields are called, like the two below.
+      given: keys that the file has.
+      broken: keys whose value is wrong, and those that an unknown key may have meant; no rule is to judge by them.
+    """
+
+    suggest: Callable[[str, str, Iterable[str]], str] = lambda path, key, known: ""
     errors: list[str] = dataclasses.field(default_factory=list)
+    refused: list[str] = dataclasses.field(default_factory=list)
+    open: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     auto: list[str] = dataclasses.field(default_factory=list)
     given: list[str] = dataclasses.field(default_factory=list)
+    broken: list[str] = dataclasses.field(default_factory=list)
 
-    def error(self, path: str, value: Any, rule: str, way_out: str) -> None:
-        """Add one error: key path, value found, the rule it broke, what to do."""
+    @property
+    def problems(self) -> list[str]:
+        """All reasons why the file cannot be used."""
+        return [*self.errors, *self.refused, *self.open]
+
+    def error(self, path: str, value: Any, rule: str, way_out: str, *, name: str | None = None) -> None:
+        """Add one error: key path, value found, the rule it broke, what to do; `name` as the field is called."""
         self.errors.append(f"{path} = {shown(value)}: {rule}. {way_out}")
+        self.broken.append(name or path)
+
+    def refuse(self, path: str, value: Any, rule: str, way_out: str) -> None:
+        """Add one thing that is not wrong, but cannot be done here."""
+        self.refused.append(f"{path} = {shown(value)}: {rule}. {way_out}")
+        self.broken.append(path)
+
+    def sound(self, *names: str) -> bool:
+        """Whether rules may judge by these keys."""
+        return not any(
+            name == broken or name.startswith(f"{broken}.") for name in names for broken in self.broken
+        )
 
     def unknown(self, path: str, key: Any, known: Iterable[str]) -> str:
-        """The sentence for an unknown key, with the nearest known one."""
-        way_out = did_you_mean(str(key), known, cutoff=0.5, otherwise="Remove it.")
-        return f"{joined(path, key)}: unknown key. {way_out}"
+        """The sentence for an unknown key, with the one that it may mean."""
+        meant = self.suggest(path, str(key), known)
+        self.broken.append(joined(path, meant))
+        return f"{joined(path, key)}: unknown key. " + (f"Did you mean {meant!r}?" if meant else "Remove it.")
 
 
 def joined(path: str, key: Any) -> str:
     """The key path of `key` inside the block at `path`, printable."""
-    name = str(key) if str(key).isprintable() else ascii(key)
+    name = (
+        str(key)[:_LONGEST_NAME]
+        if str(key)[:_LONGEST_NAME].isprintable()
+        else ascii(str(key)[:_LONGEST_NAME])
+    )
+    name += "..." if len(str(key)) > _LONGEST_NAME else ""
     return f"{path}.{name}" if path else name
 
 
@@ -242,145 +273,55 @@ def single(rule: Rule) -> Rule:
     return Rule(f"{rule.text} (there are no parameter groups here: one value)", convert)
 
 
-def asked_for() -> Rule:
-    """An object that is only recorded: whether it is switched on (`enabled`, or just not empty)."""
+def asked_for(is_on: Callable[[Mapping[str, Any]], Any] = lambda block: block.get("enabled", False)) -> Rule:
+    """An object that is only recorded: whether it is switched on, by default by its `enabled`."""
 
     def convert(value: Any) -> bool:
         if value is None or isinstance(value, bool):
             return bool(value)
         if not isinstance(value, Mapping):
             raise Refused
-        enabled = value.get("enabled", bool(value))
-        return False if enabled == "auto" else bool(boolean().convert(enabled))
+        enabled = is_on(value)
+        return False if enabled in ("auto", None) else bool(boolean().convert(enabled))
 
     return Rule("an object whose 'enabled', if there, is true or false", convert)
+
+
+def not_empty(block: Mapping[str, Any]) -> Any:
+    """For `asked_for`: a block without `enabled` that is on when it says anything."""
+    return block.get("enabled", bool(block))
+
+
+def any_part_enabled(block: Mapping[str, Any]) -> bool:
+    """For `asked_for`: a block whose parts have the switches, at any depth."""
+    return any(
+        any_part_enabled(value)
+        if isinstance(value, Mapping)
+        else name == "enabled" and boolean().convert(value)
+        for name, value in block.items()
+    )
+
+
+class TensorActions(dict[str, str]):
+    """What a remat policy does with tensors, by name; not to be changed, so that a `Config` can be hashed."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
 
 
 def remat_rule() -> Rule:
     """A remat policy: a word, tensor names with actions, or several; which words there are is known to the engine."""
 
     def convert(value: Any) -> Any:
-        several = isinstance(value, (list, tuple)) and value
-        if not several and not isinstance(value, (str, Mapping)):
-            raise Refused
-        if several:
+        if isinstance(value, (list, tuple)) and value:
             return tuple(convert(item) for item in value)
-        return dict(value) if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping) and all(isinstance(action, str) for action in value.values()):
+            return TensorActions(value)
+        if not isinstance(value, str):
+            raise Refused
+        return value
 
     return Rule(
         "a remat policy: a word, an object from tensor names to 'save', 'recompute' or 'offload', or a list of them",
         convert,
     )
-
-
-def setting(
-    default: Default, rule: Rule, *, aliases: tuple[str, ...] = (), old: tuple[str, ...] = ()
-) -> Default:
-    """A field read by a rule; `aliases` are equal names, `old` deprecated ones (noted)."""
-    metadata = {"rule": rule, "aliases": aliases, "old": old}
-    field: Default = dataclasses.field(default=default, metadata=metadata)  # type: ignore[assignment]
-    return field
-
-
-def block(cls: type, *, aliases: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Field metadata: a block of its own, read into `cls`."""
-    return {"block": cls, "aliases": aliases, "old": ()}
-
-
-def names_of(cls: Any) -> dict[str, tuple[dataclasses.Field, bool]]:
-    """Every spelling a block accepts: name to (field, whether that spelling is deprecated)."""
-    spellings = {}
-    for field in dataclasses.fields(cls):
-        if not field.metadata:
-            continue
-        spellings[field.name] = (field, False)
-        spellings.update(dict.fromkeys(field.metadata["aliases"], (field, False)))
-        spellings.update(dict.fromkeys(field.metadata["old"], (field, True)))
-    return spellings
-
-
-def read_block(
-    cls: type[Block],
-    raw: Any,
-    path: str,
-    report: Report,
-    readers: Mapping[str, Callable[..., Any]] | None = None,
-    unknown: Callable[[Any, Any, Report], None] | None = None,
-) -> Block:
-    """One object of the file as its dataclass; what is wrong goes to the report.
-
-    Args:
-      cls: the dataclass of the block.
-      raw: the JSON value there.
-      path: where, for messages; "" at the top level.
-      report: collects errors, notes, keys at "auto" and keys given.
-      readers: fields read by a function `(value, path, report)` of their own.
-      unknown: told of keys that the block does not have, as `(key, value, report)`; by default each is an error.
-
-    Returns:
-      The block. With errors in the report its values are not to be used.
-    """
-    values: dict[str, Any] = {}
-    seen: dict[str, str] = {}
-    spellings = names_of(cls)
-    if not isinstance(raw, Mapping):
-        way_out = "Write { ... } with the keys of this block."
-        report.error(path or "the file", raw, "must be an object", way_out)
-        raw = {}
-    for key, value in raw.items():
-        here = joined(path, key)
-        if not isinstance(key, str) or key not in spellings:
-            if unknown is None:
-                report.errors.append(report.unknown(path, key, spellings))
-            else:
-                unknown(key, value, report)
-            continue
-        field, deprecated = spellings[key]
-        name = joined(path, field.name)
-        if field.name in seen:
-            rule = f"the same setting is also given as '{seen[field.name]}'"
-            report.error(here, value, rule, "Keep one of the two.")
-            continue
-        seen[field.name] = key
-        if deprecated:
-            report.notes.append(f"{here} is deprecated: read as {name}.")
-        report.given.append(name)
-        reader = (readers or {}).get(field.name)
-        if reader is not None:
-            values[field.name] = reader(value, here, report)
-        elif "block" in field.metadata:
-            if value is not None:
-                values[field.name] = read_block(field.metadata["block"], value, here, report)
-        elif isinstance(value, str) and value == "auto":
-            report.auto.append(name)
-        else:
-            values[field.name] = _read_value(field, value, here, report)
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        required = field.default is REQUIRED and field.default_factory is REQUIRED
-        if required and field.name not in values:
-            _note_missing(field, joined(path, field.name), report)
-            values[field.name] = None
-    return cls(**values)
-
-
-def _note_missing(field: dataclasses.Field, path: str, report: Report) -> None:
-    at_auto = path in report.auto
-    way_out = "Give a value" + (", or fill it with resolve_auto(config, overrides)." if at_auto else ".")
-    rule = f"must be {field.metadata['rule'].text} and has no default"
-    report.error(path, "auto" if at_auto else None, rule, way_out)
-
-
-def _read_value(field: dataclasses.Field, value: Any, path: str, report: Report) -> Any:
-    rule: Rule = field.metadata["rule"]
-    try:
-        converted = rule.convert(value)
-    except Refused:
-        default = None if field.default is REQUIRED else field.default
-        way_out = "Give such a value." if default is None else f"The default is {shown(default)}."
-        report.error(path, value, f"must be {rule.text}", way_out)
-        return default
-    if isinstance(converted, (bool, int, float)) and isinstance(value, str):
-        report.notes.append(f"{path}: the string {shown(value)} was read as {shown(converted)}.")
-    if isinstance(converted, bool) and isinstance(value, int) and not isinstance(value, bool):
-        report.notes.append(f"{path}: the number {value} was read as {shown(converted)}.")
-    return converted
