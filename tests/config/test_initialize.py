@@ -1,5 +1,7 @@
 """`initialize`: what a configuration becomes, seen in the numbers of a step."""
 
+import warnings
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -99,6 +101,133 @@ def test_what_the_engine_lacks_is_refused_by_name():
         zero2jax.initialize(loss_fn, optax.sgd(0.1), config, zero2jax.make_mesh(data=2))
 
 
+def start(config, mesh=None, tx=None):
+    return zero2jax.initialize(loss_fn, tx or optax.sgd(0.1), config, mesh)
+
+
+def test_an_absent_gradient_clipping_is_said_once():
+    with pytest.warns(zero2jax.ConfigWarning, match="gradient_clipping is absent") as caught:
+        engine = start({"zero_optimization": {"stage": 2}})
+    assert (len(caught), engine.settings.clip_norm) == (1, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        start({"zero_optimization": {"stage": 2}, "gradient_clipping": 0.0})
+        start(None)  # nothing was brought along from DeepSpeed
+
+
+OBSERVERS = {
+    "tensorboard": {"enabled": True, "output_path": "x"},
+    "csv_monitor": {"enabled": True},
+    "wandb": {"enabled": True},
+    "flops_profiler": {"enabled": True, "profile_step": 3},
+    "wall_clock_breakdown": True,
+    "memory_breakdown": True,
+    "dump_state": True,
+    "steps_per_print": 10,
+    "comet": {"enabled": True},
+    "comms_logger": {"enabled": True},
+}
+
+
+def test_what_only_observes_does_not_stop_a_run():
+    config = {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.0, **OBSERVERS}
+    with pytest.warns(zero2jax.ConfigWarning) as caught:
+        params, _ = first_step(config, optax.sgd(0.1))
+    np.testing.assert_allclose(params, 0.5 - 0.1 * gradient(), rtol=1e-6)
+    no_effect, not_there = sorted((str(w.message) for w in caught), key=lambda text: "not there" in text)
+    assert all(name in no_effect for name in ("steps_per_print", "comet", "comms_logger"))
+    for name, value in OBSERVERS.items():
+        if name not in ("steps_per_print", "comet", "comms_logger"):
+            assert (
+                f"{name}.enabled = true" in not_there
+                if isinstance(value, dict)
+                else f"{name} = true" in not_there
+            )
+
+
+@pytest.mark.parametrize(
+    ("keys", "axes", "words"),
+    [
+        (
+            {"tensor_parallel": {"autotp_size": 2}},
+            {"data": 8},
+            "the mesh has axes {'data': 8}, and the axis 'model'",
+        ),
+        ({"tensor_parallel": {"autotp_size": 4}}, {"data": 4, "model": 2}, r"tensor_parallel = 4: .*model=4"),
+        ({"tensor_parallel": {"tp": {"tp_size": 2}}}, None, "tensor_parallel = 2: no mesh was given"),
+        (
+            {"expert_parallel": {"enabled": True, "autoep_size": 8}},
+            {"data": 8},
+            "expert_parallel = true: not supp",
+        ),
+        (
+            {"sequence_parallel_size": 2, "data_parallel_size": 4},
+            {"data": 8},
+            "sequence_parallel_size = 2: not supp",
+        ),
+        (
+            {"use_data_before_expert_parallelism": True},
+            {"data": 8},
+            "before_expert_parallelism = true: not supp",
+        ),
+    ],
+)
+def test_another_parallelism_is_refused_unless_the_mesh_has_it(keys, axes, words):
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, **keys}
+    mesh = None if axes is None else zero2jax.make_mesh(**axes)
+    with pytest.raises(zero2jax.ConfigError, match=words):
+        start(config, mesh)
+
+
+def test_tensor_parallelism_of_the_mesh_counts_in_the_batch():
+    config = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}
+    assert start(config, zero2jax.make_mesh(data=4, model=2)).settings.batch_size == 4
+    start({"tensor_parallel": {"autotp_size": 0}, "expert_parallel": {"enabled": False}})
+
+
+@pytest.mark.parametrize("key", ["mics_shard_size", "zero_hpz_partition_size"])
+@pytest.mark.parametrize("size", [3, 16, 64])
+def test_groups_that_do_not_fit_the_devices_are_refused_with_sizes_that_do(key, size):
+    config = {"zero_optimization": {"stage": 3, key: size}}
+    words = rf"{key} = {size}: 8 devices cannot be divided into groups of {size}. Choose a divisor .*\(1, 2, 4, 8\)"
+    with pytest.raises(zero2jax.ConfigError, match=words):
+        start(config)
+    with pytest.raises(
+        zero2jax.ConfigError, match=r"the mesh has axes {'data': 8}, and the axis 'data' must have"
+    ):
+        start(config, zero2jax.make_mesh(data=8))
+
+
+AUTO_RATE = {"type": "AdamW", "params": {"lr": "auto"}}
+
+
+@pytest.mark.filterwarnings("ignore:.*left at .auto.:UserWarning")
+@pytest.mark.parametrize(
+    ("scheduler", "key"),
+    [
+        (None, "optimizer.params.lr"),
+        ({"type": "WarmupLR", "params": {}}, "optimizer.params.lr"),
+        ({"type": "WarmupCosineLR", "params": {"total_num_steps": 2000}}, "optimizer.params.lr"),
+        (
+            {"type": "WarmupDecayLR", "params": {"total_num_steps": 2000, "warmup_max_lr": "auto"}},
+            "scheduler.params.warmup_max_lr",
+        ),
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}, None),
+        ({"type": "LRRangeTest"}, None),
+    ],
+)
+def test_a_learning_rate_at_auto_is_not_trained_by(scheduler, key):
+    config = {"optimizer": AUTO_RATE, **({} if scheduler is None else {"scheduler": scheduler})}
+    mesh = zero2jax.make_mesh(data=2)
+    if key is None:
+        zero2jax.initialize(loss_fn, config=config, mesh=mesh)
+        return
+    with pytest.raises(zero2jax.ConfigError, match=f"{key} = 'auto': a learning rate needs a value"):
+        zero2jax.initialize(loss_fn, config=config, mesh=mesh)
+    with pytest.warns(zero2jax.ConfigWarning, match="not used, since `tx` was given"):
+        start(config, mesh)
+
+
 def test_batch_sizes_set_the_microbatches_and_are_checked():
     config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
     engine = zero2jax.initialize(loss_fn, optax.sgd(0.1), config, zero2jax.make_mesh(data=2))
@@ -145,6 +274,7 @@ def test_every_warning_points_at_the_line_that_called():
     found = [w for w in (*early, *late) if issubclass(w.category, zero2jax.ConfigWarning)]
     causes = (
         "seed: unknown",
+        "gradient_clipping is absent",
         "on one device",
         "['optimizer'] are not used",
         "partition_activations",

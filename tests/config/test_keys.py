@@ -11,7 +11,7 @@ FROZEN = {
         train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer.type
         scheduler.type gradient_clipping communication_data_type bf16.enabled
         bf16.check_grad_overflow gradient_allreduce_op
-        data_types.grad_accum_dtype data_types.param_dtype zero_optimization.stage
+        data_types.grad_accum_dtype data_types.param_dtype tensor_parallel zero_optimization.stage
         zero_optimization.reduce_bucket_size zero_optimization.allgather_bucket_size
         zero_optimization.overlap_comm zero_optimization.mics_shard_size
         zero_optimization.zero_hpz_partition_size
@@ -46,7 +46,7 @@ FROZEN = {
         timers.throughput.synchronized checkpoint.tag_validation checkpoint.load_universal
         checkpoint.use_node_local_storage checkpoint.parallel_write.pipeline_stage
         checkpoint.checkpoint_serialization checkpoint.writer comet comms_logger aio compile
-        tensor_parallel nebula datastates_ckpt autotuning pipeline
+        data_parallel_size nebula datastates_ckpt autotuning pipeline
     """,
     Treatment.NOT_YET: """
         fp16.enabled fp16.auto_cast fp16.loss_scale fp16.initial_scale_power fp16.loss_scale_window
@@ -78,7 +78,8 @@ FROZEN = {
     Treatment.REFUSED: """
         managed_gradient_accumulation zero_optimization.legacy_stage1 zero_optimization.zenflow
         optimizer.params.amsgrad optimizer.params.dampening optimizer.params.lr_decay
-        optimizer.params.initial_accumulator_value elasticity torch_autocast amp hybrid_engine curriculum_learning
+        optimizer.params.initial_accumulator_value sequence_parallel_size expert_parallel
+        use_data_before_expert_parallelism elasticity torch_autocast amp hybrid_engine curriculum_learning
         data_efficiency progressive_layer_drop eigenvalue compression_training sparse_attention
     """,
     Treatment.CONVERTED: """

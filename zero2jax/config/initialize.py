@@ -11,11 +11,18 @@ from jax.sharding import Mesh
 
 from zero2jax.activations.layers import ActivationSettings
 from zero2jax.base.losses import LossFn
-from zero2jax.base.mesh import DATA_AXIS, REPLICA_AXIS, DataAxes, axis_size, data_axes, make_mesh
+from zero2jax.base.mesh import DATA_AXIS, MODEL_AXIS, REPLICA_AXIS, DataAxes, axis_size, data_axes, make_mesh
 from zero2jax.base.pytrees import LeafPredicate, PyTree
 from zero2jax.config.optimizers import make_optimizer
 from zero2jax.config.reading import DEFAULT_CONFIG, Source, load_config
-from zero2jax.config.rules import device_notes, not_yet
+from zero2jax.config.rules import (
+    device_notes,
+    device_problems,
+    group_size,
+    needed_but_not_yet,
+    observers,
+    open_rates,
+)
 from zero2jax.config.schema import Config
 from zero2jax.config.translate import EngineSettings, translate
 from zero2jax.config.values import ConfigError, warn
@@ -99,40 +106,56 @@ def initialize(
 def _load(source: Source | None) -> Config:
     """The configuration, the default one for None; refuses what the engine does not have yet."""
     config = load_config(DEFAULT_CONFIG if source is None else source)
-    missing = not_yet(config)
+    missing = needed_but_not_yet(config)
     if missing:
         raise ConfigError(
             f"cannot train by {config.name}: the engine does not have this yet. Switch it off (bf16 does without a "
             f"loss scale, stage 3 on more devices without offload)",
             missing,
         )
+    if source is not None and "gradient_clipping" not in config.given and not config.gradient_clipping:
+        warn(
+            f"{config.name}: gradient_clipping is absent, so nothing is clipped; DeepSpeed since 0.19.3 clips at 1.0 "
+            f"then. Write 1.0 or 0.0."
+        )
+    idle = observers(config)
+    if idle:
+        warn(f"{config.name}: not there yet, and the run goes on without: {'; '.join(idle)}.")
     return config
 
 
 def _mesh(config: Config, mesh: Mesh | None, axis_name: str) -> Mesh:
     """The given mesh, or one of all devices, with groups of the size that the configuration says."""
-    zero = config.zero_optimization
-    if zero.mics_shard_size > 0:
-        name, size = "mics_shard_size", zero.mics_shard_size
-    elif zero.zero_hpz_partition_size > 1:
-        name, size = "zero_hpz_partition_size", zero.zero_hpz_partition_size
-    else:
-        return make_mesh() if mesh is None else mesh
-    if mesh is None and len(jax.devices()) % size == 0:
-        sizes: Any = {REPLICA_AXIS: len(jax.devices()) // size, axis_name: size}
-        return make_mesh(**sizes)
-    if mesh is not None and mesh.shape.get(axis_name) == size:
+    group, num_devices = group_size(config), len(jax.devices())
+    problems = _tensor_parallel_problems(config, mesh)
+    if mesh is None and group is not None:
+        problems += device_problems(config, num_devices)
+    elif mesh is not None and group is not None and mesh.shape.get(axis_name) != group[1]:
+        path, size = group
+        way_out = (
+            f"Pass such a mesh, make_mesh({REPLICA_AXIS}=..., {axis_name}={size}), or choose another size."
+        )
+        there = f"the mesh has axes {dict(mesh.shape)}, and the axis {axis_name!r} must have this size"
+        problems.append(f"{path} = {size}: {there}. {way_out}")
+    if problems:
+        raise ConfigError(f"cannot train by {config.name}", problems)
+    if mesh is not None:
         return mesh
-    there = (
-        f"there are {len(jax.devices())} devices" if mesh is None else f"the mesh has axes {dict(mesh.shape)}"
-    )
-    raise ConfigError(
-        f"cannot train by {config.name}",
-        [
-            f"zero_optimization.{name} = {size}: {there}, and the axis {axis_name!r} must have this size. Pass "
-            f"mesh=make_mesh({REPLICA_AXIS}=..., {axis_name}={size}), or choose a divisor of the number of devices."
-        ],
-    )
+    if group is None:
+        return make_mesh()
+    sizes: Any = {REPLICA_AXIS: num_devices // group[1], axis_name: group[1]}
+    return make_mesh(**sizes)
+
+
+def _tensor_parallel_problems(config: Config, mesh: Mesh | None) -> list[str]:
+    size = config.tensor_parallel
+    if size < 2 or (mesh is not None and mesh.shape.get(MODEL_AXIS) == size):
+        return []
+    there = "no mesh was given" if mesh is None else f"the mesh has axes {dict(mesh.shape)}"
+    return [
+        f"tensor_parallel = {size}: {there}, and the axis {MODEL_AXIS!r} must have this size. Pass "
+        f"mesh=make_mesh(data=..., {MODEL_AXIS}={size}) and param_specs, or remove the key."
+    ]
 
 
 def _translate(config: Config, mesh: Mesh, axes: DataAxes, **arguments: Any) -> EngineSettings:
@@ -161,6 +184,8 @@ def _optimizer(
             f"cannot train by {config.name}",
             [f"optimizer: the file has no such block and `tx` is None. {way_out}"],
         )
+    if open_rates(config):
+        raise ConfigError(f"cannot train by {config.name}", open_rates(config))
     return make_optimizer(config.optimizer, config.scheduler, use_muon=use_muon)
 
 

@@ -1,8 +1,9 @@
 """What becomes of every DeepSpeed key: the one table that `zero2jax check` prints and a test freezes.
 
 IMPLEMENTED does what DeepSpeed's key does; NO_EFFECT is read, checked and then pointless here, for the reason
-given; NOT_YET is carried as a typed field and refused by `initialize` when switched on; CONVERTED is an old
-spelling; REFUSED is an error as soon as it asks for anything but its default.
+given; NOT_YET is carried as a typed field and refused by `initialize` when switched on, but for what only observes
+(`OBSERVING`), of which it warns; CONVERTED is an old spelling; REFUSED is an error as soon as it asks for anything but
+its default.
 A key that only ever accompanies a switch (`enabled`, `device`) shares the fate of the switch.
 """
 
@@ -59,6 +60,7 @@ _IMPLEMENTED = {
             "gradient_allreduce_op": "mean over the devices, or sum of their means",
             "data_types.grad_accum_dtype": "dtype of the gradient accumulator, every stage; null = fp32",
             "data_types.param_dtype": "must agree with fp16 and bf16",
+            "tensor_parallel": "autotp_size: size of the axis `model` that the mesh must have; see param_specs",
         },
     ),
     **_table(
@@ -204,7 +206,7 @@ _NO_EFFECT = {
             "comms_logger": "a profiler trace shows the collectives",
             "aio": "settings of DeepSpeed's NVMe library",
             "compile": "a step is one compiled program",
-            "tensor_parallel": "tensor parallelism comes from the model axis of the mesh",
+            "data_parallel_size": "DeepSpeed reads it beside sequence_parallel_size only",
             "nebula": "a storage service for DeepSpeed's checkpoints",
             "datastates_ckpt": "a storage service for DeepSpeed's checkpoints",
             "autotuning": "read by DeepSpeed's launcher only",
@@ -316,6 +318,9 @@ _REFUSED = _table(
         "optimizer.params.dampening": "SGD's momentum takes the full gradient; pass an optax tx",
         "optimizer.params.lr_decay": "use a scheduler block",
         "optimizer.params.initial_accumulator_value": "Adagrad's sum starts at 0; pass an optax tx",
+        "sequence_parallel_size": "sequence parallelism has no counterpart; shard the sequence in the model",
+        "expert_parallel": "expert parallelism has no counterpart; shard the experts over an axis of the mesh",
+        "use_data_before_expert_parallelism": "expert parallelism has no counterpart",
         "elasticity": "nothing restarts the job here; give the batch sizes instead",
         "torch_autocast": f"{_OTHER}; use bf16",
         "amp": f"{_OTHER}; use bf16",
@@ -351,6 +356,19 @@ _CONVERTED = _table(
         "zero_optimization.allgather_sequential": "stage3_allgather_sequential",
     },
 )
+
+OBSERVING = frozenset(
+    {
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "flops_profiler.enabled",
+        "tensorboard.enabled",
+        "csv_monitor.enabled",
+        "wandb.enabled",
+    }
+)
+"""Switches that are not there yet and change no number: `initialize` warns of them and goes on."""
 
 IGNORED_BY_TYPE: dict[tuple[str, str], Key] = {
     ("adamw", "optimizer.params.adam_w_mode"): Key(

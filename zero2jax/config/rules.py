@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from zero2jax.config.keys import KEYS, Treatment, key_of
-from zero2jax.config.params import SGDParams, WarmupCosineLRParams, WarmupDecayLRParams
+from zero2jax.config.keys import KEYS, OBSERVING, Treatment, key_of
+from zero2jax.config.params import SGDParams, WarmupCosineLRParams, WarmupDecayLRParams, WarmupLRParams
 from zero2jax.config.schema import Config
 from zero2jax.config.values import Report, shown
 
@@ -185,7 +185,20 @@ def not_yet(config: Config) -> list[str]:
     >>> not_yet(load_config({"train_batch_size": 8, "fp16": {"enabled": True}}))
     ['fp16.enabled = true: fp16 loss scaling']
     """
-    lines = []
+    return [line for _, line in _not_yet(config)]
+
+
+def needed_but_not_yet(config: Config) -> list[str]:
+    """Those of `not_yet` that change the numbers: without them the configuration does not train."""
+    return [line for path, line in _not_yet(config) if path not in OBSERVING]
+
+
+def observers(config: Config) -> list[str]:
+    """Those of `not_yet` that only observe: without them it trains all the same."""
+    return [line for path, line in _not_yet(config) if path in OBSERVING]
+
+
+def _not_yet(config: Config) -> Iterator[tuple[str, str]]:
     for path, value, default in key_values(config):
         block, _, name = path.rpartition(".")
         if KEYS[path].treatment is not Treatment.NOT_YET or (block in _SWITCHED and name not in _SWITCHES):
@@ -196,10 +209,46 @@ def not_yet(config: Config) -> list[str]:
         elif block == "zero_optimization.offload_param":
             asked = value != default and config.zero_optimization.stage == 3
         if asked:
-            lines.append(f"{path} = {shown(value)}: {KEYS[path].becomes}")
+            yield path, f"{path} = {shown(value)}: {KEYS[path].becomes}"
     if config.communication_data_type == "fp16" and not config.fp16.enabled:
-        lines.append("communication_data_type = 'fp16': fp16 gradient reduction")
-    return lines
+        yield "communication_data_type", "communication_data_type = 'fp16': fp16 gradient reduction"
+
+
+def open_rates(config: Config) -> list[str]:
+    """Learning rates that were left at "auto": no default is worth to be trained by."""
+    params = None if config.scheduler is None else config.scheduler.params
+    scheduled = not (
+        params is None
+        or isinstance(params, WarmupCosineLRParams)
+        or (isinstance(params, WarmupLRParams) and params.warmup_max_lr is None)
+    )
+    names = [] if scheduled else ["optimizer.params.lr"]
+    names += ["scheduler.params.warmup_max_lr"] if isinstance(params, WarmupDecayLRParams) else []
+    rule = "a learning rate needs a value. Give one, or fill it with resolve_auto(config, overrides)."
+    return [f"{name} = 'auto': {rule}" for name in names if name in config.auto]
+
+
+def group_size(config: Config) -> tuple[str, int] | None:
+    """(key path, devices of a group) where the configuration makes groups of devices, None where not."""
+    zero = config.zero_optimization
+    if zero.mics_shard_size > 0:
+        return "zero_optimization.mics_shard_size", zero.mics_shard_size
+    if zero.zero_hpz_partition_size > 1:
+        return "zero_optimization.zero_hpz_partition_size", zero.zero_hpz_partition_size
+    return None
+
+
+def device_problems(config: Config, num_devices: int) -> list[str]:
+    """Why this configuration cannot train on so many devices, if they are all that the batch is sharded over."""
+    found = group_size(config)
+    if found is None or num_devices % found[1] == 0:
+        return []
+    path, size = found
+    divisors = ", ".join(str(n) for n in range(1, num_devices + 1) if num_devices % n == 0)
+    return [
+        f"{path} = {size}: {num_devices} devices cannot be divided into groups of {size}. Choose a divisor of their "
+        f"number ({divisors}), or give it another number of devices."
+    ]
 
 
 def device_notes(config: Config, num_shards: int) -> list[str]:

@@ -25,6 +25,7 @@ from zero2jax.config.values import (
     number,
     optional,
     remat_rule,
+    tensor_parallel_size,
     text,
 )
 
@@ -303,7 +304,11 @@ class Config:
     comms_logger: bool = setting(False, asked_for())
     aio: bool = setting(False, asked_for())
     compile: bool = setting(False, asked_for())
-    tensor_parallel: bool = setting(False, asked_for())
+    tensor_parallel: int = setting(0, tensor_parallel_size())
+    sequence_parallel_size: int = setting(1, integer(1))
+    data_parallel_size: int | None = setting(None, optional(integer(1)))
+    expert_parallel: bool = setting(False, asked_for())
+    use_data_before_expert_parallelism: bool = setting(False, boolean())
     nebula: bool = setting(False, asked_for())
     datastates_ckpt: bool = setting(False, asked_for())
     autotuning: bool = setting(False, asked_for())

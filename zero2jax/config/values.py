@@ -302,6 +302,22 @@ def any_part_enabled(block: Mapping[str, Any]) -> bool:
     )
 
 
+def tensor_parallel_size() -> Rule:
+    """The block `tensor_parallel` as the number of devices that it divides tensors over; 0 is off."""
+    size = integer(0)
+
+    def convert(value: Any) -> int:
+        if value in (None, False):
+            return 0
+        if not isinstance(value, Mapping):
+            raise Refused
+        inner = value.get("tp", value.get("tensor_parallel", {}))
+        sizes = [value.get("autotp_size", 0), inner.get("tp_size", 0) if isinstance(inner, Mapping) else 0]
+        return int(max(size.convert(0 if number in ("auto", None) else number) for number in sizes))
+
+    return Rule("an object with a number as 'autotp_size'", convert)
+
+
 class TensorActions(dict[str, str]):
     """What a remat policy does with tensors, by name; not to be changed, so that a `Config` can be hashed."""
 
