@@ -15,6 +15,8 @@ def print_report(report: CheckReport, console: Console | None = None) -> None:
     console = console or Console()
     # A pipe counts as 80 columns, too few for a key path and its explanation.
     console.width = max(console.width, _MIN_WIDTH)
+    if not report.trains:
+        console.print(f"{escape(report.config)}: does not train as it is, see below", style="bold")
     effective = Table(
         "setting", "value", title=escape(f"{report.config}: effective settings"), title_justify="left"
     )
@@ -31,8 +33,25 @@ def print_report(report: CheckReport, console: Console | None = None) -> None:
         keys.add_row(row.key, value, row.treatment, escape(row.becomes))
     if report.keys:
         console.print(keys)
-    for title, lines in (("notes", report.notes), ("not yet: initialize refuses", report.not_yet)):
+    for title, lines in {"notes": report.notes, **_reasons(report)}.items():
         if lines:
             console.print(f"{title}:", style="bold")
         for line in lines:
             console.print(f"  - {line}", markup=False, highlight=False)
+
+
+def problems(report: CheckReport) -> str:
+    """Every reason why a file that is wrong does not train, as text."""
+    parts = {"wrong": report.errors, **_reasons(report)}
+    lines = [
+        f"{title}:\n" + "\n".join(f"  - {line}" for line in part) for title, part in parts.items() if part
+    ]
+    return "\n".join([f"cannot use the configuration {report.config}", *lines])
+
+
+def _reasons(report: CheckReport) -> dict[str, tuple[str, ...]]:
+    return {
+        "refused": report.refused,
+        "not yet: initialize refuses": report.not_yet,
+        'to be filled, left at "auto" without a default (--set KEY=VALUE tries one)': report.to_fill,
+    }

@@ -1,11 +1,13 @@
 """The command line: parse, load, call one public function, print. `zero2jax` and `python -m zero2jax`.
 
-Exit code 2 with a message on stderr for wrong usage and for files that cannot be used.
+Exit code 2 with a message on stderr for wrong usage and for files that cannot be used; `check` has exit code 1 for a
+file that is right and does not train here.
 """
 
 import json as json_text
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -14,7 +16,7 @@ from zero2jax.activations.policies import known_words
 from zero2jax.base.names import did_you_mean
 from zero2jax.checkpoints.export import export_checkpoint, parse_bytes
 from zero2jax.checkpoints.format import CheckpointError
-from zero2jax.cli.check import print_report
+from zero2jax.cli.check import print_report, problems
 from zero2jax.cli.info import environment_report, print_environment
 from zero2jax.cli.launch import launch, split_script
 from zero2jax.cli.plan import (
@@ -27,13 +29,14 @@ from zero2jax.cli.plan import (
     set_up_jax,
 )
 from zero2jax.cli.usage import UsageError
-from zero2jax.config.check import check_config
-from zero2jax.config.reading import ConfigError, read_config
+from zero2jax.config.check import examine
+from zero2jax.config.reading import ConfigError
 from zero2jax.planning.estimate import STAGES, largest_model
 from zero2jax.planning.estimate import estimate as estimate_bytes
 from zero2jax.planning.planner import PlanSettings
 from zero2jax.planning.targets import DEVICES_PER_HOST, MEMORY_FRACTION, get_target
 
+_DOES_NOT_TRAIN = 1
 _USAGE_ERROR = 2
 
 
@@ -42,24 +45,40 @@ def check(
     devices: int | None = None,
     json: bool = False,
     all: bool = False,
-) -> None:
-    """Validate a DeepSpeed JSON and print what it becomes.
+    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
+) -> int:
+    """Validate a DeepSpeed JSON and print what it becomes. Exit code 0: it trains; 1: it does not; 2: it is wrong.
 
     Args:
         config: Path of the file.
-        devices: Size of the data axis, to finish the batch sizes.
+        devices: Devices that the batch is sharded over, to finish the batch sizes.
         json: Print JSON.
         all: List the keys the file does not have, too.
+        set: KEY=VALUE for a key that the file leaves at "auto", with its path: optimizer.params.lr=3e-4.
     """
     if devices is not None and devices < 1:
         raise ConfigError(
             "cannot check the configuration", [f"--devices = {devices}: must be at least 1. Raise it."]
         )
-    report = check_config(read_config(config), devices, every_key=all)
+    report = examine(Path(config), devices, every_key=all, overrides=dict(map(_key_and_value, set)))
     if json:
         print(json_text.dumps(report.as_dict(), indent=2))
+    elif report.errors:
+        print(problems(report), file=sys.stderr)
     else:
         print_report(report)
+    return _USAGE_ERROR if report.errors else 0 if report.trains else _DOES_NOT_TRAIN
+
+
+def _key_and_value(word: str) -> tuple[str, Any]:
+    """KEY=VALUE with a JSON value, or else a string."""
+    key, equals, value = word.partition("=")
+    if not equals:
+        raise UsageError(f"--set {word}: write KEY=VALUE, as in optimizer.params.lr=3e-4.")
+    try:
+        return key, json_text.loads(value)
+    except ValueError:
+        return key, value
 
 
 def info(json: bool = False) -> None:

@@ -1,23 +1,34 @@
-"""What `zero2jax check CONFIG` prints: the effective settings, what every key became, what is ignored.
+"""What `zero2jax check CONFIG` prints: the effective settings, what every key became, what is ignored, what is wrong.
 
-`check_config` is a pure function from a `Config` to a report; `zero2jax check` prints it.
+`check_config` is a pure function from a `Config` to a report, `examine` one from a file; `zero2jax check` prints it.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
 
 from zero2jax.activations.layers import ActivationSettings
+from zero2jax.base.mesh import MODEL_AXIS
 from zero2jax.config.keys import KEYS, Treatment, key_of
-from zero2jax.config.rules import device_notes, key_values, not_yet
-from zero2jax.config.schema import Config
-from zero2jax.config.translate import DTYPES, EngineSettings, translate
-from zero2jax.config.values import shown
+from zero2jax.config.reading import Source, read
+from zero2jax.config.rules import (
+    device_notes,
+    device_problems,
+    key_values,
+    needed_but_not_yet,
+    observers,
+    open_rates,
+)
+from zero2jax.config.schema import ActivationCheckpointing, Config
+from zero2jax.config.translate import DTYPES, EngineSettings, activations_of, batch_of, translate
+from zero2jax.config.values import ConfigError, Report, shown
 
 # Wider than any model: shows the bucket sizes as the file has them.
 _NO_CAP = 1 << 62
+_LONGEST_NAME = 200
 _WORDS = {jnp.dtype(dtype).name: word for word, dtype in DTYPES.items()}
 _SHARDED = (
     "nothing",
@@ -43,8 +54,10 @@ class Row:
 class CheckReport:
     """What a configuration amounts to.
 
-    `effective` maps a setting to what it is in words; `keys` has the keys of the file, or every key;
-    `notes` what was converted, ignored or needs saying; `not_yet` what `initialize` would refuse.
+    `effective` maps a setting to what it is in words; `keys` has the keys of the file, or every key; `notes` what was
+    converted, ignored or needs saying. Why it does not train: `errors` is what is wrong in the file, `refused` what is
+    right by DeepSpeed and refused here or by the number of devices, `not_yet` what `initialize` refuses until it is
+    there, `to_fill` what was left at "auto" and has no default.
     """
 
     config: str
@@ -52,11 +65,19 @@ class CheckReport:
     effective: Mapping[str, str]
     keys: tuple[Row, ...]
     notes: tuple[str, ...]
-    not_yet: tuple[str, ...]
+    not_yet: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    to_fill: tuple[str, ...] = ()
+
+    @property
+    def trains(self) -> bool:
+        """Whether `initialize` takes it, as far as that can be said without mesh and model."""
+        return not (self.errors or self.refused or self.not_yet or self.to_fill)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain JSON types."""
-        return asdict(self)
+        return asdict(self) | {"trains": self.trains}
 
 
 def check_config(config: Config, num_devices: int | None = None, *, every_key: bool = False) -> CheckReport:
@@ -68,17 +89,89 @@ def check_config(config: Config, num_devices: int | None = None, *, every_key: b
       every_key: rows for the keys the file does not have, too.
 
     Raises:
-      ConfigError: the batch sizes do not fit `num_devices`; a remat policy is none.
+      ConfigError: the batch sizes or groups of devices do not fit `num_devices`; a remat policy is none.
     """
-    translated = translate(config, num_devices, shards_from="--devices")
+    report = _report(config, Report(), num_devices, every_key)
+    if report.errors or report.refused:
+        raise ConfigError(f"cannot train by {config.name}", (*report.errors, *report.refused))
+    return report
+
+
+def examine(
+    source: Source,
+    num_devices: int | None = None,
+    *,
+    every_key: bool = False,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+) -> CheckReport:
+    """As `check_config`, for anything that `load_config` takes: what is wrong stands in the report, all of it.
+
+    Args:
+      source: path, text or dict.
+      num_devices: as for `check_config`, like `every_key`.
+      every_key: see there.
+      overrides: values for keys at "auto", as for `resolve_auto`.
+    """
+    try:
+        config, found = read(source, overrides)
+    except ConfigError as error:
+        return CheckReport(str(source)[:_LONGEST_NAME], num_devices, {}, (), error.notes, errors=error.errors)
+    return _report(config, found, num_devices, every_key)
+
+
+def _report(config: Config, found: Report, num_devices: int | None, every_key: bool) -> CheckReport:
+    """The report of a configuration that was read with these findings."""
+    settings, errors, refused = _settings(config, num_devices)
+    errors = [*found.errors, *errors]
+    notes = [*config.notes, *_notes(config)]
+    if num_devices is not None and num_devices > 0:
+        notes += device_notes(config, num_devices)
     return CheckReport(
         config=config.name,
         num_devices=num_devices,
-        effective=_effective(translated, num_devices),
-        keys=tuple(row for row in _rows(config) if every_key or row.given),
-        notes=config.notes + (() if num_devices is None else tuple(device_notes(config, num_devices))),
-        not_yet=tuple(not_yet(config)),
+        effective={} if errors else _effective(settings, num_devices),
+        keys=tuple(row for row in _rows(config) if (every_key or row.given) and found.sound(row.key)),
+        notes=tuple(notes),
+        not_yet=tuple(needed_but_not_yet(config)),
+        errors=tuple(errors),
+        refused=(*found.refused, *refused),
+        to_fill=(*found.open, *open_rates(config)),
     )
+
+
+def _settings(config: Config, num_devices: int | None) -> tuple[EngineSettings, list[str], list[str]]:
+    """(the translation as far as it goes, errors of a policy, reasons why the devices do not fit)."""
+    errors: list[str] = []
+    refused: list[str] = []
+    try:
+        activations_of(config)
+    except ConfigError as error:
+        errors += error.errors
+        config = replace(config, activation_checkpointing=ActivationCheckpointing())
+    if num_devices is not None:
+        if num_devices < 1:
+            raise ConfigError(
+                f"cannot check {config.name}", [f"num_devices = {num_devices}: must be at least 1. Raise it."]
+            )
+        refused += device_problems(config, num_devices)
+        try:
+            batch_of(config, num_devices, "--devices")
+        except ConfigError as error:
+            refused += error.errors
+            num_devices = None
+    return translate(config, num_devices, shards_from="--devices"), errors, refused
+
+
+def _notes(config: Config) -> Iterator[str]:
+    """What is worth saying beside the notes of reading."""
+    for path in config.unused:
+        yield f"override {path}: the file has no such key, so it fills nothing."
+    idle = observers(config)
+    if idle:
+        yield f"not there yet, and the run goes on without: {'; '.join(idle)}."
+    if config.tensor_parallel > 1:
+        size = config.tensor_parallel
+        yield f"tensor_parallel = {size}: initialize needs a mesh whose axis {MODEL_AXIS!r} has this size."
 
 
 def _rows(config: Config) -> Iterator[Row]:
@@ -95,7 +188,7 @@ def _rows(config: Config) -> Iterator[Row]:
 
 def _leaves(source: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in source.items():
-        here = f"{path}.{key}" if path else key
+        here = f"{path}.{key}" if path else str(key)
         if isinstance(value, Mapping):
             yield from _leaves(value, here)
         else:

@@ -78,7 +78,7 @@ def translate(
     zero, axes = config.zero_optimization, axes or DataAxes()
     if zero.zero_hpz_partition_size > 1 and axes.replica is not None and zero.stage > 0:
         axes = dataclasses.replace(axes, rest_over_replicas=True)
-    batch_size, num_microbatches = _batch(config, num_batch_shards, shards_from)
+    batch_size, num_microbatches = batch_of(config, num_batch_shards, shards_from)
     reduced, accumulated = config.communication_data_type, config.data_types.grad_accum_dtype
     step = StepSettings(
         stage=zero.stage,
@@ -97,11 +97,11 @@ def translate(
         seed=seed,
         axes=axes,
     )
-    return EngineSettings(config=config, step=step, activations=_activations(config))
+    return EngineSettings(config=config, step=step, activations=activations_of(config))
 
 
-def _batch(config: Config, num_shards: int | None, shards_from: str) -> tuple[int | None, int]:
-    """(batch size or None to take it from the data, number of microbatches)."""
+def batch_of(config: Config, num_shards: int | None, shards_from: str) -> tuple[int | None, int]:
+    """(batch size or None to take it from the data, number of microbatches); a ConfigError if they do not fit."""
     total, steps = config.train_batch_size, config.gradient_accumulation_steps
     neither = total is None and config.train_micro_batch_size_per_gpu is None
     if neither or num_shards is None:
@@ -110,7 +110,8 @@ def _batch(config: Config, num_shards: int | None, shards_from: str) -> tuple[in
     return total, steps
 
 
-def _activations(config: Config) -> ActivationSettings | None:
+def activations_of(config: Config) -> ActivationSettings | None:
+    """What the `activation_checkpointing` block asks for; a ConfigError for a policy that is none."""
     block = config.activation_checkpointing
     if block == ActivationCheckpointing():
         return None
