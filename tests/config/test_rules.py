@@ -212,6 +212,7 @@ def test_ignored_keys_are_named_once():
         ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
         ({"communication_data_type": "fp16"}, "communication_data_type"),
+        ({"data_types": {"grad_accum_dtype": "fp16"}}, "data_types.grad_accum_dtype"),
     ],
 )
 def test_not_yet_names_the_switch_only(raw, path):

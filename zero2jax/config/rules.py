@@ -212,6 +212,11 @@ def _not_yet(config: Config) -> Iterator[tuple[str, str]]:
             yield path, f"{path} = {shown(value)}: {KEYS[path].becomes}"
     if config.communication_data_type == "fp16" and not config.fp16.enabled:
         yield "communication_data_type", "communication_data_type = 'fp16': fp16 gradient reduction"
+    if config.data_types.grad_accum_dtype == "fp16":
+        yield (
+            "data_types.grad_accum_dtype",
+            "data_types.grad_accum_dtype = 'fp16': fp16 sums without a loss scale",
+        )
 
 
 def open_rates(config: Config) -> list[str]:

@@ -118,7 +118,7 @@ def joined(path: str, key: Any) -> str:
 def shown(value: Any) -> str:
     """A value for an error message, never long."""
     if isinstance(value, Mapping):
-        return f"an object with {len(value)} keys"
+        return f"an object with {len(value)} key{'' if len(value) == 1 else 's'}"
     if isinstance(value, (list, tuple)) and not all(isinstance(v, (int, float, str)) for v in value):
         return f"a list of {len(value)} items"
     if isinstance(value, int) and value.bit_length() > 256:
