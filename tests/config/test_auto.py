@@ -1,9 +1,14 @@
 """Values for keys at "auto": by every spelling, compared by what they are read as."""
 
+import contextlib
 import dataclasses
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from zero2jax.config.auto import spellings
 from zero2jax.config.reading import ConfigError, ConfigWarning, read_config, resolve_auto
 
 
@@ -96,6 +101,7 @@ def test_every_alias_can_be_filled(written, filled):
         ({"bf16": {"enabled": "true"}}, {"bf16.enabled": True}),
         (zero(reduce_bucket_size="5e8"), {"zero_optimization.reduce_bucket_size": 500_000_000}),
         ({"optimizer": {"type": "adamw"}}, {"optimizer": {"type": "AdamW"}}),
+        ({"train_batch_size": 8}, {"train_batch_size": np.int64(8)}),
         (
             {"activation_checkpointing": {"policy": {"x": "save"}}},
             {"activation_checkpointing": {"policy": {"x": "save"}}},
@@ -105,6 +111,22 @@ def test_every_alias_can_be_filled(written, filled):
 @pytest.mark.filterwarnings("ignore::zero2jax.ConfigWarning")
 def test_an_override_that_says_what_the_file_says(raw, overrides):
     assert resolve_auto(raw, overrides) == read_config(raw)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from([*spellings(), "nothing", "bf16.x", "optimizer.params.lr.x", ""]),
+        st.sampled_from(
+            ["auto", 1, True, None, "x", [1], {"enabled": True}, {}, np.float32(0.5), np.ones(3)]
+        ),
+        max_size=4,
+    )
+)
+@pytest.mark.filterwarnings("ignore::zero2jax.ConfigWarning")
+def test_any_overrides_give_a_config_or_a_config_error(overrides):
+    with contextlib.suppress(ConfigError):
+        resolve_auto({**AUTO, "bf16": {"enabled": "auto"}, "wandb": {"group": [1, 2]}}, overrides)
 
 
 def test_overrides_that_cannot_be_used():

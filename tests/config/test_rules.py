@@ -119,8 +119,8 @@ def test_an_error_does_not_hide_the_others_nor_make_new_ones():
     wrong = {
         "zero_optimization": {"stage": 9},
         "gradient_allreduce_op": "sum",
-        "fp16": {"enable": True},
-        "data_types": {"param_dtype": "fp16"},
+        "bfloat16": {"enable": True},
+        "data_types": {"param_dtype": "bf16"},
         "activation_checkpointing": {"partition_activations": 3, "contiguous_memory_optimization": True},
         "optimizer": {"type": "SGD", "params": {"momentum": "much", "nesterov": True}},
     }

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from zero2jax.config.blocks import names_of
 from zero2jax.config.params import OPTIMIZERS, SCHEDULERS
 from zero2jax.config.schema import Config
+from zero2jax.config.source import plain_object
 from zero2jax.config.values import Refused, Report, Rule, choice, shown
 
 _TYPED = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS}
@@ -48,7 +49,7 @@ def fill(raw: dict[str, Any], overrides: Any, report: Report) -> list[str]:
     if not overrides:
         return []
     known, unused = spellings(), []
-    for path, value in _leaves(overrides, known):
+    for path, value in _leaves(plain_object(overrides, "(overrides)"), known):
         if path not in known:
             report.errors.append("override " + report.unknown("", path, known))
             continue

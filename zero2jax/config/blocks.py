@@ -125,7 +125,7 @@ def _known_keys(
             if num_unknown > _MOST_UNKNOWN_KEYS:
                 continue
             if unknown is None:
-                report.errors.append(report.unknown(path, key, spellings))
+                report.errors.append(report.unknown(path, key, spellings, name=name))
             else:
                 unknown(key, value, report)
             continue

@@ -51,7 +51,7 @@ def raw_config(source: Any, report: Report) -> tuple[str, dict[str, Any]]:
 
 
 def plain_object(source: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A copy of a dict in which mappings are dicts and NumPy scalars numbers.
+    """A copy of a dict in which mappings are dicts, NumPy scalars numbers and arrays lists.
 
     Raises:
       ConfigError: it is nested too deeply.
@@ -70,7 +70,7 @@ def _plain(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_plain(item) for item in value)
-    return value.item() if hasattr(value, "dtype") and getattr(value, "ndim", None) == 0 else value
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 class _Pairs(list):  # type: ignore[type-arg]

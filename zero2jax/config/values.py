@@ -97,10 +97,10 @@ class Report:
             name == broken or name.startswith(f"{broken}.") for name in names for broken in self.broken
         )
 
-    def unknown(self, path: str, key: Any, known: Iterable[str]) -> str:
-        """The sentence for an unknown key, with the one that it may mean."""
+    def unknown(self, path: str, key: Any, known: Iterable[str], *, name: str | None = None) -> str:
+        """The sentence for an unknown key, with the one that it may mean; `name` is the field's path of the block."""
         meant = self.suggest(path, str(key), known)
-        self.broken.append(joined(path, meant))
+        self.broken += [joined(path if name is None else name, meant), meant] if meant else []
         return f"{joined(path, key)}: unknown key. " + (f"Did you mean {meant!r}?" if meant else "Remove it.")
 
 
