@@ -22,9 +22,10 @@ from zero2jax.base.batches import abstract_batch, check_batch, place_batch
 from zero2jax.base.losses import Loss, LossFn
 from zero2jax.base.mesh import DATA_AXIS, DataAxes, axis_size, data_axes, replicated
 from zero2jax.base.pytrees import LeafPredicate, PyTree, is_function, shapes_of
-from zero2jax.base.transformation import checked_transformation
+from zero2jax.base.transformation import GivesItsNumbers, checked_transformation, kept_numbers
 from zero2jax.processes.agreement import expect_same_start, expect_same_step, spans_processes
 from zero2jax.programs.memory import MemoryReport, measure_memory
+from zero2jax.zero import padding
 from zero2jax.zero.gradients import GradientSettings
 from zero2jax.zero.precision import Precision
 from zero2jax.zero.settings import StepSettings
@@ -229,6 +230,26 @@ class Engine:
         first = lambda: (jnp.zeros((), jnp.int32), jax.random.key_data(jax.random.key(self.settings.seed)))
         step, rng = jax.jit(first, out_shardings=(abstract.step.sharding, abstract.rng.sharding))()
         return TrainState(step, rest, opt_state, rng)
+
+    def numbers_of_the_optimizer(self, state: TrainState) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """(in this state, in a first one) of each number that the optimizer keeps as state, by its name in `opt_state`.
+
+        Replicated global arrays; no optimizer state is allocated. Empty for the optimizer of a configuration, which
+        gives its numbers at each update.
+        """
+        kept = {} if isinstance(self._tx, GivesItsNumbers) else kept_numbers(state.opt_state)
+        if not kept:
+            return {}
+
+        def both(params: PyTree, now: PyTree) -> PyTree:
+            true = padding.cut(params, self.layout.params, self.mesh)
+            first = kept_numbers(self._tx.init(self.layout.trained(true)))
+            return {name: (value, first[name]) for name, value in now.items()}
+
+        compared: dict[str, tuple[jax.Array, jax.Array]] = jax.jit(both, out_shardings=replicated(self.mesh))(
+            state.params, kept
+        )
+        return compared
 
     def step(self, state: TrainState, batch: PyTree, **extra_args: Any) -> tuple[TrainState, Metrics]:
         """Update once on a global batch. The state is donated: use the one that is returned.

@@ -41,6 +41,25 @@ _MULTI_STEPS = (
 )
 
 
+class GivesItsNumbers(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
+    """A transformation made by `optax.inject_hyperparams` that gives its numbers anew at each update.
+
+    What a restored state says of them does not count.
+    """
+
+
+def kept_numbers(opt_state: PyTree) -> dict[str, jax.Array]:
+    """The numbers that `optax.inject_hyperparams` keeps as state, by name; not those that follow a schedule."""
+    leaves = {path_string(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state)}
+    kept = {}
+    for name, leaf in leaves.items():
+        before, found, number = f"/{name}".rpartition("/hyperparams/")
+        schedule = f"{before}/hyperparams_states/{number}".lstrip("/")
+        if found and not any(other == schedule or other.startswith(f"{schedule}/") for other in leaves):
+            kept[name] = leaf
+    return kept
+
+
 def learning_rate(opt_state: PyTree) -> jax.Array | None:
     """The learning rate that the optimizer's state shows (`optax.inject_hyperparams`), float32 scalar; None if none.
 

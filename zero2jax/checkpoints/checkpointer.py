@@ -35,7 +35,12 @@ from zero2jax.checkpoints.format import (
     find_checkpoint,
     list_steps,
 )
-from zero2jax.checkpoints.matching import Selection, check_containers, match_leaves
+from zero2jax.checkpoints.matching import (
+    Selection,
+    check_containers,
+    match_leaves,
+    warn_of_other_numbers,
+)
 from zero2jax.checkpoints.state_leaves import (
     HostBlock,
     host_blocks,
@@ -213,10 +218,8 @@ class Checkpointer:
             sources = match_leaves(
                 checkpoint, leaves, select=select, rename=rename, strict=strict, has_into=into is not None
             )
+            taken = [leaf.name for leaf, source in zip(leaves, sources, strict=True) if source is not None]
             if strict:
-                taken = [
-                    leaf.name for leaf, source in zip(leaves, sources, strict=True) if source is not None
-                ]
                 check_containers(checkpoint, optimizer_containers(layout), taken)
             restored = [
                 x if source is None else read_leaf(checkpoint, source, leaf)
@@ -225,7 +228,9 @@ class Checkpointer:
             extra = checkpoint.extra()
         except DamagedError as error:
             raise DamagedError(f"{error} {self._way_back(int(folder.name))}") from error
-        return restored_state(layout.abstract_state(mesh), restored), extra
+        state = restored_state(layout.abstract_state(mesh), restored)
+        warn_of_other_numbers(str(folder), engine.numbers_of_the_optimizer(state), taken)
+        return state, extra
 
     def info(self, step: int | None = None) -> dict[str, Any]:
         """What a checkpoint says of itself: `versions`, `config`, `engine` (stage, mesh, batch) and `rng_impl`."""

@@ -4,10 +4,11 @@ Pure Python over names, shapes and dtypes.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zero2jax.base.names import nearest
 from zero2jax.base.pytrees import LeafPredicate
@@ -21,7 +22,7 @@ _SHOWN = 8  # leaves named per kind of difference
 
 
 class CheckpointWarning(UserWarning):
-    """A leaf was converted on its way from a checkpoint."""
+    """A leaf was converted on its way from a checkpoint, or brought another learning rate than the engine's."""
 
 
 def match_leaves(
@@ -108,6 +109,33 @@ def check_containers(checkpoint: Checkpoint, containers: Mapping[str, str], take
             f"restoring {checkpoint.folder}: it was saved with another optimizer. Its state has the same names and "
             f"shapes, and another meaning: {'; '.join(different[:_SHOWN])}. Take that optimizer, keep a fresh state "
             f"with select=('params', 'step', 'rng') and into=, or take it as it is with strict=False."
+        )
+
+
+def warn_of_other_numbers(
+    folder: str, numbers: Mapping[str, tuple[jax.Array, jax.Array]], taken: Collection[str]
+) -> None:
+    """Warn of numbers of the optimizer (a learning rate) that the checkpoint brought and the engine has otherwise.
+
+    Args:
+      folder: of the checkpoint.
+      numbers: (in the restored state, in a first one), by name in `opt_state`; replicated.
+      taken: names of the leaves that come from the checkpoint.
+    """
+    other = {
+        f"opt_state/{name}": f"{np.asarray(now)}, not {np.asarray(first)}"
+        for name, (now, first) in numbers.items()
+        if f"opt_state/{name}" in taken
+        and not np.array_equal(np.asarray(now), np.asarray(first), equal_nan=True)
+    }
+    if other:
+        said = "; ".join(f"{name} is {values}" for name, values in list(other.items())[:_SHOWN])
+        warnings.warn(
+            f"restoring {folder}: optax.inject_hyperparams keeps numbers as state, so the checkpoint's count and not "
+            f"this engine's: {said}. To train by the engine's, give it a constant schedule (lambda count: value), or "
+            f"restore with select=lambda name, leaf: name not in {list(other)[:_SHOWN]} and into=engine.init(...).",
+            CheckpointWarning,
+            stacklevel=3,
         )
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from zero2jax.base.pytrees import LeafPredicate, PyTree, select_leaves
+from zero2jax.base.transformation import GivesItsNumbers
 from zero2jax.config.params import AdagradParams, AdamParams, LambParams, LionParams, MuonParams, SGDParams
 from zero2jax.config.schedules import make_momentum_schedule, make_schedule
 from zero2jax.config.schema import OptimizerBlock, SchedulerBlock
@@ -85,7 +86,7 @@ def _inject(factory: Callable[..., Any]) -> Callable[..., optax.GradientTransfor
             updates, state = tx.update(grads, state._replace(hyperparams=held), params, **extra)
             return updates, state
 
-        return optax.GradientTransformationExtraArgs(tx.init, update)
+        return GivesItsNumbers(tx.init, update)
 
     return make
 
