@@ -9,7 +9,7 @@ from rich.console import Console
 
 from zero2jax.cli.check import print_report
 from zero2jax.cli.main import main
-from zero2jax.config.check import check_config
+from zero2jax.config.check import check_config, examine
 from zero2jax.config.keys import KEYS
 from zero2jax.config.reading import ConfigError, read_config
 
@@ -253,6 +253,14 @@ def test_the_tables_of_a_trainers_template_are_seen_before_it_is_filled(tmp_path
     code, _, err = checked(tmp_path, capsys, template, "--set", "bf16")
     assert code == 2
     assert "--set bf16: write KEY=VALUE" in err
+
+
+def test_a_batch_that_does_not_fit_is_shown_as_written():
+    report = examine({**TRAINS, "train_batch_size": 17}, 8)
+    assert report.effective["batch"] == "17 examples per step"
+    assert [line.split(",")[0] for line in report.refused] == ["train_batch_size = 17"]
+    wrong = examine({"train_batch_size": 17, "gradient_accumulation_steps": 0}, 8)
+    assert (len(wrong.errors), wrong.refused) == (1, ()), "which of the two is meant is not known"
 
 
 def test_a_model_axis_that_the_file_asks_for_is_noted():

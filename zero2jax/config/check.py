@@ -29,6 +29,7 @@ from zero2jax.config.values import ConfigError, Report, shown
 # Wider than any model: shows the bucket sizes as the file has them.
 _NO_CAP = 1 << 62
 _LONGEST_NAME = 200
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _WORDS = {jnp.dtype(dtype).name: word for word, dtype in DTYPES.items()}
 _SHARDED = (
     "nothing",
@@ -121,7 +122,7 @@ def examine(
 
 def _report(config: Config, found: Report, num_devices: int | None, every_key: bool) -> CheckReport:
     """The report of a configuration that was read with these findings."""
-    settings, errors, refused = _settings(config, num_devices)
+    settings, errors, refused = _settings(config, found, num_devices)
     errors = [*found.errors, *errors]
     notes = [*config.notes, *_notes(config)]
     if num_devices is not None and num_devices > 0:
@@ -139,7 +140,9 @@ def _report(config: Config, found: Report, num_devices: int | None, every_key: b
     )
 
 
-def _settings(config: Config, num_devices: int | None) -> tuple[EngineSettings, list[str], list[str]]:
+def _settings(
+    config: Config, found: Report, num_devices: int | None
+) -> tuple[EngineSettings, list[str], list[str]]:
     """(the translation as far as it goes, errors of a policy, reasons why the devices do not fit)."""
     errors: list[str] = []
     refused: list[str] = []
@@ -157,7 +160,7 @@ def _settings(config: Config, num_devices: int | None) -> tuple[EngineSettings, 
         try:
             batch_of(config, num_devices, "--devices")
         except ConfigError as error:
-            refused += error.errors
+            refused += error.errors if found.sound(*_BATCH) else []
             num_devices = None
     return translate(config, num_devices, shards_from="--devices"), errors, refused
 
@@ -227,9 +230,10 @@ def _batch(settings: EngineSettings, num_devices: int | None) -> str:
     if total is None and micro is None:
         return f"from the data; {step.num_microbatches} microbatches per step"
     if num_devices is not None and step.batch_size is not None:
-        total, steps = step.batch_size, step.num_microbatches
-        micro = total // steps // num_devices
-        return f"{total} examples = {micro} per device x {steps} microbatches x {num_devices} devices"
+        size, steps = step.batch_size, step.num_microbatches
+        each = size // steps // num_devices
+        if size == each * steps * num_devices:
+            return f"{size} examples = {each} per device x {steps} microbatches x {num_devices} devices"
     given = config.gradient_accumulation_steps
     parts = ((total, "examples per step"), (micro, "per device and microbatch"), (given, "microbatches"))
     return ", ".join(f"{value} {what}" for value, what in parts if value is not None)
