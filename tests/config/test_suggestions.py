@@ -35,6 +35,9 @@ def zero(**keys):
         ({"gradient_accumulation": 4}, "gradient_accumulation_steps"),
         ({"partition_activations": True}, "activation_checkpointing.partition_activations"),
         ({"max_grad_norm": 1.0}, "gradient_clipping"),
+        ({"zero_stage": 3}, "zero_optimization.stage"),
+        ({"bf16_enabled": True}, "bf16.enabled"),
+        ({"model_parallel_size": 2}, "tensor_parallel"),
         ({"micro_batch_size": 4}, "train_micro_batch_size_per_gpu"),
         ({"cpu_offload": True}, "zero_optimization.cpu_offload"),
         ({"loss_scale": 128}, "fp16.loss_scale"),
@@ -53,7 +56,9 @@ def test_a_comment_is_nobodys_business(key):
     assert (config, config.notes) == (Config(), ())
 
 
-@pytest.mark.parametrize("key", ["seed", "model_name", "train_data", "log_dir", "lr", "warmup", "project"])
+@pytest.mark.parametrize(
+    "key", ["seed", "model_name", "train_data", "log_dir", "lr", "warmup", "project", "ratio", "profile"]
+)
 def test_a_top_level_key_that_resembles_nothing_is_a_note(key):
     with pytest.warns(ConfigWarning, match=rf"\(dict\): {key}: unknown key. It is ignored"):
         assert load_config({key: {"enabled": True}}) == Config()

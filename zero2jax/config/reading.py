@@ -189,7 +189,12 @@ def _unknown_at_the_top(key: Any, value: Any, report: Report) -> None:
     if not meant and isinstance(value, Mapping) and "stage" in value:
         meant = "zero_optimization"
     sentence, question = f"{joined('', key)}: unknown key.", f" Did you mean {meant!r}?" if meant else ""
-    if meant and not meant.startswith(("optimizer.", "scheduler.")):
+    # A plain word (`ratio`, `profile`) is a key of somebody's own as likely as one of another block.
+    block = meant.rpartition(".")[0]
+    own = block.startswith(("optimizer", "scheduler")) or (
+        block not in ("", "zero_optimization") and "_" not in name
+    )
+    if meant and not own:
         way_out = "If it is a key of your own, begin its name with an underscore."
         report.errors.append(f"{sentence}{question} {way_out}")
         report.broken.append(meant)

@@ -10,12 +10,16 @@ from zero2jax.config.keys import KEYS, Treatment
 _CONFUSED = {
     "allgather_size": "zero_optimization.allgather_bucket_size",
     "batch_size": "train_batch_size",
+    "bf16_enabled": "bf16.enabled",
     "clip_grad_norm": "gradient_clipping",
     "cpu_offload_pin_memory": "zero_optimization.cpu_offload_use_pin_memory",
+    "fp16_enabled": "fp16.enabled",
     "grad_clip": "gradient_clipping",
     "learning_rate": "optimizer.params.lr",
     "max_grad_norm": "gradient_clipping",
     "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "model_parallel_size": "tensor_parallel",
+    "zero_stage": "zero_optimization.stage",
 }
 # Blocks whose words (`project`, `output_path`) people use for much else.
 _COMMON_WORDS = ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "timers", "checkpoint")
