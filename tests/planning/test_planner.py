@@ -18,10 +18,6 @@ from zero2jax.cli.main import main
 from zero2jax.planning.targets import TARGETS
 
 
-def not_a_program():
-    return 3
-
-
 def make_plan(config=FP32, target="cpu", num_examples=16, **options):
     p = program(num_examples)
     options = {"axes": {"data": N}} | options
@@ -158,7 +154,7 @@ def test_command_prints_json(capsys, tmp_path):
         main(
             [
                 "plan",
-                "test_plan:program",
+                "plan_program:program",
                 "--axes",
                 "data=8",
                 "--target",
@@ -182,7 +178,7 @@ def test_command_simulates_as_many_devices_as_the_axes_need():
         "-m",
         "zero2jax",
         "plan",
-        "test_plan:program",
+        "plan_program:program",
         "--axes",
         "data=16",
         "--target",
@@ -203,7 +199,7 @@ def test_command_simulates_as_many_devices_as_the_axes_need():
 def test_command_prints_the_table_and_draws_the_picture(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"
-    assert main(["plan", "test_plan:program", "--axes", "data=8", "--target", "cpu", "--png", str(path)]) == 0
+    assert main(["plan", "plan_program:program", "--axes", "data=8", "--target", "cpu", "--png", str(path)]) == 0
     captured = capsys.readouterr()
     assert "activations and temporaries" in captured.out
     assert f"wrote {path}" in captured.err
@@ -214,18 +210,18 @@ def test_command_prints_the_table_and_draws_the_picture(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["test_plan"], "write MODULE:FUNCTION"),
+        (["plan_program"], "write MODULE:FUNCTION"),
         (["no_such_module:f"], "there is no module 'no_such_module'"),
-        (["test_plan:programm"], r"module 'test_plan' has no function 'programm'\. It has .*program"),
-        (["test_plan:not_a_program"], "it returned a int, and must return a zero2jax.Program"),
-        (["test_plan:program", "--axes", "8"], "reading --axes '8': write NAME=SIZE"),
-        (["test_plan:program", "--target", "h300"], "there is no target 'h300'. There are v100-32gb"),
-        (["test_plan:program", "--axes", "data=5"], "cutting a batch of 16 examples over 5 devices"),
-        (["test_plan:program", "--axes", "data=64"], "it needs 64 devices"),
-        (["test_plan:program", "--vary", "a=1"], "--vary is for --search"),
-        (["test_plan:program", "--search", "--png", "x.png"], "--png draws one plan"),
+        (["plan_program:programm"], r"module 'plan_program' has no function 'programm'\. It has .*program"),
+        (["plan_program:not_a_program"], "it returned a int, and must return a zero2jax.Program"),
+        (["plan_program:program", "--axes", "8"], "reading --axes '8': write NAME=SIZE"),
+        (["plan_program:program", "--target", "h300"], "there is no target 'h300'. There are v100-32gb"),
+        (["plan_program:program", "--axes", "data=5"], "cutting a batch of 16 examples over 5 devices"),
+        (["plan_program:program", "--axes", "data=64"], "it needs 64 devices"),
+        (["plan_program:program", "--vary", "a=1"], "--vary is for --search"),
+        (["plan_program:program", "--search", "--png", "x.png"], "--png draws one plan"),
         (
-            ["test_plan:program", "--search", "--vary", "stage"],
+            ["plan_program:program", "--search", "--vary", "stage"],
             "reading --vary 'stage': write KEY=VALUE,VALUE",
         ),
     ],
