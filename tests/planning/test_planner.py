@@ -199,7 +199,9 @@ def test_command_simulates_as_many_devices_as_the_axes_need():
 def test_command_prints_the_table_and_draws_the_picture(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"
-    assert main(["plan", "plan_program:program", "--axes", "data=8", "--target", "cpu", "--png", str(path)]) == 0
+    assert (
+        main(["plan", "plan_program:program", "--axes", "data=8", "--target", "cpu", "--png", str(path)]) == 0
+    )
     captured = capsys.readouterr()
     assert "activations and temporaries" in captured.out
     assert f"wrote {path}" in captured.err

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from zero2jax.programs import hlo
-from zero2jax.programs.liveness import CLASSES, GRADIENTS, MASTER, OTHER, PARAMETERS, walk
+from zero2jax.programs.formulas import CLASSES, GRADIENTS, MASTER, OTHER, PARAMETERS
+from zero2jax.programs.liveness import walk
 
 HEAD = "HloModule m, is_scheduled=true"
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2jax.base.tables import GIB
-from zero2jax.programs.liveness import CLASSES, Point
+from zero2jax.programs.formulas import CLASSES
+from zero2jax.programs.liveness import Point
 
 if TYPE_CHECKING:
     from zero2jax.planning.report import PlanReport

@@ -14,7 +14,7 @@ from zero2jax.config.reading import Source
 from zero2jax.planning.planner import PlanSettings, Program
 from zero2jax.planning.report import PlanReport
 from zero2jax.planning.search import Candidate, search_plans
-from zero2jax.programs.liveness import OTHER
+from zero2jax.programs.formulas import OTHER
 
 POLICY = "activation_checkpointing.policy"
 REFERENCE = "dots"

@@ -8,7 +8,8 @@ from typing import Any
 from zero2jax.base.tables import aligned, readable_bytes
 from zero2jax.planning.targets import Target
 from zero2jax.programs.audit import Audit, CollectiveRow
-from zero2jax.programs.liveness import CLASSES, Lifetimes
+from zero2jax.programs.formulas import CLASSES, Formula
+from zero2jax.programs.liveness import Lifetimes
 from zero2jax.programs.overlap import Overlap, Timeline
 
 
@@ -248,10 +249,15 @@ def _count(num_params: int) -> str:
     return f"{num_params / 1e9:.2f}e9" if num_params >= 1e8 else f"{num_params:,}"
 
 
-def class_rows(lifetimes: Lifetimes, formulas: Mapping[str, tuple[int | None, str]]) -> tuple[ClassRow, ...]:
-    """A row per class, from the walk and the formula (bytes and words) of each class."""
-    peak = lifetimes.peak.by_class
+def class_rows(lifetimes: Lifetimes, formulas: Mapping[str, Formula]) -> tuple[ClassRow, ...]:
+    """A row per class, from the walk and the formulas of the classes that have one."""
     return tuple(
-        ClassRow(name, lifetimes.rest_by_class[name], peak[name], *formulas.get(name, (None, "")))
+        ClassRow(
+            name=name,
+            rest_bytes=lifetimes.rest_by_class[name],
+            peak_bytes=lifetimes.peak.by_class[name],
+            formula_bytes=formulas[name].num_bytes if name in formulas else None,
+            formula=formulas[name].words if name in formulas else "",
+        )
         for name in CLASSES
     )

@@ -18,6 +18,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 
+from zero2jax.programs.formulas import CLASSES, GRADIENTS, OTHER, PARAMETERS
 from zero2jax.programs.hlo import (
     Array,
     Collective,
@@ -27,14 +28,6 @@ from zero2jax.programs.hlo import (
     arrays,
     collective_kind,
     make_collective,
-)
-
-MASTER, OPTIMIZER, PARAMETERS, GRADIENTS, OTHER = CLASSES = (
-    "master",
-    "optimizer state",
-    "parameters",
-    "gradients",
-    "activations and temporaries",
 )
 
 Value = int | tuple["Value", ...]  # a buffer, or a tuple of values, in the structure of a type
