@@ -90,6 +90,50 @@ def test_update_alone_takes_fresh_arrays_eagerly_and_jitted(stage):
         assert describe(state) == describe(tx.init(params))
 
 
+def test_outside_jit_an_update_compiles_once_with_parameters_and_once_without():
+    tx = zero2jax.shard_optimizer(optax.sgd(1e-2, momentum=0.9), zero2jax.make_mesh(data=8))
+    params = {"w": np.ones((8, 8), np.float32), "odd": np.ones((3, 5), np.float32)}
+    state = tx.init(params)
+    compiled = []
+    listener = lambda name, _, **kwargs: (
+        compiled.append(kwargs) if name.endswith("backend_compile_duration") else None
+    )
+    for arguments in ((params,), ()):
+        _, state = tx.update(
+            params, state, *arguments
+        )  # the first of each kind compiles, and places NumPy arrays
+        jax.monitoring.register_event_duration_secs_listener(listener)
+        try:
+            for _ in range(3):
+                _, state = tx.update(params, state, *arguments)
+            assert not compiled
+            tx.update({"w": params["w"]}, tx.init({"w": params["w"]}))
+            assert compiled  # the listener sees what does compile
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listener)
+        compiled.clear()
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_extra_arguments_may_be_arrays_numbers_functions_and_choices(jitted):
+    """As a line search takes them."""
+
+    def scaled(updates, state, params=None, *, value, value_fn, negate, **_):
+        sign = -1 if negate else 1
+        return jax.tree.map(lambda g: sign * g * value * value_fn(params), updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scaled)
+    tx = zero2jax.shard_optimizer(inner, zero2jax.make_mesh(data=8))
+    params, grads = {"w": np.full((8, 3), 2, np.float32)}, {"w": np.ones((8, 3), np.float32)}
+    largest = lambda p: p["w"].max()
+    update = lambda value: tx.update(
+        grads, tx.init(params), params, value=value, value_fn=largest, negate=True
+    )
+    for value in (3.0, jnp.float32(5)):
+        updates, _ = (jax.jit(update) if jitted else update)(value)
+        np.testing.assert_array_equal(updates["w"], -2 * value * grads["w"])
+
+
 def test_state_is_sharded_from_init_on_and_its_bytes_are_the_plan_s():
     mesh = zero2jax.make_mesh(data=8)
     params = {"w": jnp.ones((16, 24)), "odd": jnp.ones((9, 5))}
