@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec as P
 
 from zero2jax.base.mesh import DATA_AXIS, AxisName, padded_size
 from zero2jax.base.pytrees import PyTree, check_same_structure, path_string
-from zero2jax.base.tables import aligned
 
 Placement = tuple[Any, ...]  # one PartitionSpec entry per dim: None, an axis name or a tuple of axis names
 
@@ -135,7 +134,8 @@ class ShardPlan:
 
     def table(self) -> str:
         """The plan as text: a line per leaf with shape, sharded dim, padding and bytes, or the reason."""
-        rows = [("leaf", "shape", "dtype", "sharded dim", "padded to", "bytes/device", "why whole")]
+        header = ("leaf", "shape", "dtype", "sharded dim", "padded to", "bytes/device", "why whole")
+        rows = [header]
         for leaf in self.leaves:
             padded = leaf.rest_shape[leaf.dim] if leaf.dim is not None else None
             rows.append(
@@ -149,13 +149,17 @@ class ShardPlan:
                     leaf.reason,
                 )
             )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
         total = (
             f"{len(self.leaves)} leaves over {self.num_shards} shards: {self.rest_bytes:,} bytes per device"
         )
         others = {name for leaf in self.leaves for entry in leaf.model_spec for name in _axis_names(entry)}
         if others:
             total += f", before the leaves that also lie on {', '.join(sorted(others))} are cut over it"
-        return "\n".join([*aligned(rows), total])
+        return "\n".join([*lines, total])
 
     __str__ = table
 
