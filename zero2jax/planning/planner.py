@@ -73,6 +73,14 @@ class PlanSettings:
       target: see `zero2jax.planning.targets`.
       devices_per_host: devices of one host.
       memory_fraction: part of a device's memory that the program may use.
+
+    Raises:
+      ValueError: a fraction or a number of devices that cannot be.
+
+    Example:
+      >>> settings = PlanSettings({"data": 8}, get_target("h200"), memory_fraction=0.9)
+      >>> settings.target.usable_bytes(settings.memory_fraction)
+      136257837465
     """
 
     axes: Mapping[str, int]
@@ -134,8 +142,8 @@ def plan(
         no GPU; `"local"`: the devices here; `"cpu"`: simulated CPU devices; or a `Target` of your own.
       param_specs: PartitionSpecs for the mesh axes other than the data axis.
       devices_per_host: devices of one host.
-      memory_fraction: part of a device's memory that the program may use, the rest being left to the CUDA context,
-        NCCL, cuDNN and cuBLAS; what `XLA_CLIENT_MEM_FRACTION` will be.
+      memory_fraction: part of a device's memory that the program may use; what is left over is for the CUDA
+        context, NCCL, cuDNN and cuBLAS; what `XLA_CLIENT_MEM_FRACTION` will be.
       in_node_bytes_per_s: what one device can send to others of its host; by default the target's figure.
       across_bytes_per_s: what one device can send to other hosts; by default the target's figure.
 
@@ -193,16 +201,16 @@ def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanRepor
     engine, settings, target = step.engine, step.settings, step.settings.target
     layout = engine.layout
     gradients = GradientSettings(plan=layout.params, trainable=layout.trainable, step=engine.settings)
-    found = audit(compiled, mesh=engine.mesh, devices_per_host=settings.devices_per_host)
+    read = audit(compiled, mesh=engine.mesh, devices_per_host=settings.devices_per_host)
 
     def over_data(c: Collective) -> bool:
-        # what the optimizer communicates runs outside of the engine's shard_map
+        # What the optimizer communicates runs outside of the engine's shard_map.
         inside = not c.op_name or "shard_map" in c.op_name
-        return inside and not set(engine.axes.names).isdisjoint(found.axis(c).split("+"))
+        return inside and not set(engine.axes.names).isdisjoint(read.axis(c).split("+"))
 
-    lifetimes = walk(found.module, _argument_class, over_data)
-    rate = lambda c: target.bytes_per_s(c.kind, found.across(c))
-    needed = [rate(c) for c in found.collectives]
+    lifetimes = walk(read.module, _argument_class, over_data)
+    rate = lambda c: target.bytes_per_s(c.kind, read.across(c))
+    needed = [rate(c) for c in read.collectives]
     rates_known = target.peak_flops is not None and None not in needed
     rates = Rates(target.peak_flops or math.inf, lambda c: rate(c) or math.inf)
     return PlanReport(
@@ -216,12 +224,12 @@ def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanRepor
         memory_fraction=settings.memory_fraction,
         usable_bytes=target.usable_bytes(settings.memory_fraction) or _local_limit(target, engine.mesh),
         by_class=class_rows(lifetimes, class_formulas(layout, gradients, engine.mesh)),
-        audit=found,
+        audit=read,
         lifetimes=lifetimes,
-        timeline=simulate(found.module, rates),
+        timeline=simulate(read.module, rates),
         rates_known=rates_known,
         compile_s=compile_s,
-        notes=(*step.notes, *_limits(step, lifetimes.peak.total_bytes, found.memory.total_bytes)),
+        notes=(*step.notes, *_limits(step, lifetimes.peak.total_bytes, read.memory.total_bytes)),
     )
 
 

@@ -82,8 +82,8 @@ class Instruction:
     @property
     def called(self) -> tuple[str, ...]:
         """Names of the computations it calls, the condition of a loop left out."""
-        found = _CALLED.findall(self.attributes)
-        return tuple(name for pair in found for name in "".join(pair).replace("%", "").split(", ") if name)
+        names = ", ".join("".join(pair) for pair in _CALLED.findall(self.attributes))
+        return tuple(name for name in names.replace("%", "").split(", ") if name)
 
     @property
     def body(self) -> str:
@@ -184,7 +184,7 @@ class Collective:
 def parse(text: str) -> Module:
     """The program in `compiled.as_text()`."""
     entry, current = "", ""
-    found: dict[str, list[Instruction]] = {}
+    lines: dict[str, list[Instruction]] = {}
     header = ""
     for line in text.splitlines():
         if not line.startswith(" "):
@@ -192,13 +192,13 @@ def parse(text: str) -> Module:
             head = _HEAD.match(line)
             if head:
                 current = head.group(2)
-                found[current] = []
+                lines[current] = []
                 entry = current if head.group(1) else entry
         elif current:
             instruction = _instruction(line)
             if instruction is not None:
-                found[current].append(instruction)
-    computations = {name: tuple(instructions) for name, instructions in found.items()}
+                lines[current].append(instruction)
+    computations = {name: tuple(instructions) for name, instructions in lines.items()}
     return Module(entry, computations, _aliases(header))
 
 
@@ -272,20 +272,20 @@ def _instruction(line: str) -> Instruction | None:
     match = _NAME.match(line)
     if match is None:
         return None
-    rest = line[match.end() :]
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
-    opcode = _OPCODE.match(rest, end)
+    text = line[match.end() :]
+    end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
+    opcode = _OPCODE.match(text, end)
     if opcode is None:
         return None
-    close = _closing(rest, opcode.end() - 1)
-    argument = rest[opcode.end() : close]
+    close = _closing(text, opcode.end() - 1)
+    argument = text[opcode.end() : close]
     operands = tuple(re.findall(r"%([\w.\-]+)", argument))
     return Instruction(
         name=match.group(2),
-        type=_type(rest[:end]),
+        type=_type(text[:end]),
         opcode=opcode.group(1),
         operands=operands,
-        attributes=rest[close + 1 :],
+        attributes=text[close + 1 :],
         argument=argument,
         is_root=match.group(1) is not None,
     )
@@ -350,7 +350,7 @@ def replica_groups(attributes: str) -> tuple[tuple[int, ...], ...]:
         chosen = re.findall(r"'([^']+)'", mesh.group(2))
         axes = [[name for name, _ in names].index(name) for name in chosen]
         return axis_groups(sizes, axes)
-    # [2,4]<=[4,2]T(1,0): 0, 1, 2, ... in the shape on the right, transposed, then cut into 2 groups of 4
+    # [2,4]<=[4,2]T(1,0): 0, 1, 2, ... in the shape on the right, transposed, as 2 groups of 4
     iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if iota:
         dims = [int(d) for d in iota.group(3).split(",")]
