@@ -1,5 +1,7 @@
 """The optax wrapper: the same updates, state in shards, and a reduce-scatter where the compiler can make one."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,28 +92,42 @@ def test_update_alone_takes_fresh_arrays_eagerly_and_jitted(stage):
         assert describe(state) == describe(tx.init(params))
 
 
+@contextlib.contextmanager
+def compilations(compiled):
+    """Append to a list whenever a program is compiled."""
+
+    def listener(name, _, **kwargs):
+        if name.endswith("backend_compile_duration"):
+            compiled.append(kwargs)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+
+
 def test_outside_jit_an_update_compiles_once_with_parameters_and_once_without():
-    tx = zero2jax.shard_optimizer(optax.sgd(1e-2, momentum=0.9), zero2jax.make_mesh(data=8))
+    compiled, traced = [], []
+    momentum = optax.sgd(1e-2, momentum=0.9)
+
+    def counted(updates, state, params=None):
+        traced.append(params is not None)
+        return momentum.update(updates, state, params)
+
+    inner = optax.GradientTransformation(momentum.init, counted)
+    tx = zero2jax.shard_optimizer(inner, zero2jax.make_mesh(data=8))
     params = {"w": np.ones((8, 8), np.float32), "odd": np.ones((3, 5), np.float32)}
     state = tx.init(params)
-    compiled = []
-    listener = lambda name, _, **kwargs: (
-        compiled.append(kwargs) if name.endswith("backend_compile_duration") else None
-    )
-    for arguments in ((params,), ()):
-        _, state = tx.update(
-            params, state, *arguments
-        )  # the first of each kind compiles, and places NumPy arrays
-        jax.monitoring.register_event_duration_secs_listener(listener)
-        try:
+    with compilations(compiled):
+        for arguments in ((params,), ()):
+            _, state = tx.update(params, state, *arguments)
+            assert compiled  # the first of each kind
+            compiled.clear()
             for _ in range(3):
                 _, state = tx.update(params, state, *arguments)
             assert not compiled
-            tx.update({"w": params["w"]}, tx.init({"w": params["w"]}))
-            assert compiled  # the listener sees what does compile
-        finally:
-            jax.monitoring.unregister_event_duration_listener(listener)
-        compiled.clear()
+    assert traced == [True, False]
 
 
 @pytest.mark.parametrize("jitted", [False, True])

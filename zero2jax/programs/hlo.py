@@ -380,9 +380,8 @@ def axis_groups(sizes: list[int], axes: list[int]) -> tuple[tuple[int, ...], ...
 
 def axis_names(groups: tuple[tuple[int, ...], ...], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
     """The axes of a mesh along which a collective's groups lie; empty if they lie along none of them."""
-    wanted = {
-        frozenset(g) for g in groups
-    }  # sets: neither groups nor devices come in an order that means anything
+    # Sets, since neither groups nor the devices in them come in an order that means anything.
+    wanted = {frozenset(g) for g in groups}
     names = [name for name, size in mesh_shape.items() if size > 1]
     sizes = [mesh_shape[name] for name in names]
     for count in range(1, len(names) + 1):
