@@ -200,7 +200,7 @@ def compile_plan(step: LoweredPlan) -> PlanReport:
 def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanReport:
     engine, settings, target = step.engine, step.settings, step.settings.target
     layout = engine.layout
-    gradients = GradientSettings(plan=layout.params, trainable=layout.trainable, step=engine.settings)
+    of_gradients = GradientSettings(plan=layout.params, trainable=layout.trainable, step=engine.settings)
     read = audit(compiled, mesh=engine.mesh, devices_per_host=settings.devices_per_host)
 
     def over_data(c: Collective) -> bool:
@@ -223,7 +223,7 @@ def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanRepor
         num_params=sum(math.prod(x.shape) for x in layout.params.leaves),
         memory_fraction=settings.memory_fraction,
         usable_bytes=target.usable_bytes(settings.memory_fraction) or _local_limit(target, engine.mesh),
-        by_class=class_rows(lifetimes, class_formulas(layout, gradients, engine.mesh)),
+        by_class=class_rows(lifetimes, class_formulas(layout, of_gradients, engine.mesh)),
         audit=read,
         lifetimes=lifetimes,
         timeline=simulate(read.module, rates),

@@ -21,9 +21,8 @@ from zero2jax.zero.gradients import GradientSettings
 from zero2jax.zero.state import Layout, TrainState
 
 IN_STEP = f"{PARAMETERS} in the step"
-TEMPORARY = (
-    "temporary"  # no class: what the compiler allocates for gradients, parameters and activations together
-)
+# No class of its own: what the compiler allocates for gradients, parameters and activations together.
+TEMPORARY = "temporary"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,14 +154,15 @@ def _parameters_row(
     if settings.step.stage == 0:
         return _row(IN_STEP, None, "no buffer of their own", formula)
     measured = _gathered_bytes(_along(moved, settings.axis_name, mesh), settings)
-    if settings.axes.rest_over_replicas and settings.axes.replica is not None:
-        copies = _along(moved, settings.axes.replica, mesh)
-        measured += sum(c.total_bytes for c in copies if c.kind == "all-gather")
+    if settings.axes.rest_over_replicas:  # what a group gathers of its own shards from the others, and keeps
+        alone = (settings.axes.replica,)
+        copies = [c for c in moved if c.kind == "all-gather" and axis_names(c.groups, mesh.shape) == alone]
+        measured += sum(c.total_bytes for c in copies)
     return _row(IN_STEP, measured, "all-gathers of the compiled step", formula)
 
 
 def _along(moved: list[Collective], axis_name: str, mesh: Mesh) -> list[Collective]:
-    """Those along one mesh axis, or that and others; what moves along other axes are activations."""
+    """Those along one mesh axis, alone or with others; what moves along other axes are activations."""
     return [c for c in moved if axis_name in axis_names(c.groups, mesh.shape)]
 
 

@@ -67,7 +67,8 @@ def shard_optimizer(
         raise ValueError(f"wrapping an optimizer: stage is {stage!r}; ZeRO has the stages 0, 1, 2 and 3.")
     check_mesh(mesh, axis_name)
     sharded = _Sharded(checked_transformation(tx), mesh, stage, param_specs, layer_dims, axis_name)
-    # One jitted function, so that outside of `jit` a second update compiles nothing; inside it leaves no trace.
+    # Made once, so that outside of `jit` a second update compiles nothing. Inlined, so that inside of the user's `jit`
+    # the sharding constraints stand in the program that the compiler places.
     jitted = jax.jit(sharded.update, static_argnums=4, inline=True)
 
     def update(
