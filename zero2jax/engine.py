@@ -26,9 +26,10 @@ from zero2jax.base.transformation import checked_transformation
 from zero2jax.processes.agreement import expect_same_start, expect_same_step, spans_processes
 from zero2jax.programs.memory import MemoryReport, measure_memory
 from zero2jax.zero.gradients import GradientSettings
+from zero2jax.zero.layer_dims import guess_layer_dims, layer_dims_of_loss
 from zero2jax.zero.precision import Precision
 from zero2jax.zero.settings import StepSettings
-from zero2jax.zero.shard_plan import ShardPlan, guess_layer_dims
+from zero2jax.zero.shard_plan import ShardPlan
 from zero2jax.zero.state import (
     Layout,
     TrainState,
@@ -191,8 +192,12 @@ class Engine:
         if layer_dims is None and batch is not None:
             check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
             program = self._program(self._make_layout(shapes, 0))
-            layer_dims = program.layer_dims(
-                program.settings.compute_shapes, abstract_batch(batch, self.mesh, self.axes.batch)
+            layer_dims = layer_dims_of_loss(
+                program.loss,
+                program.settings.compute_shapes,
+                abstract_batch(batch, self.mesh, self.axes.batch),
+                self.mesh,
+                self.axes,
             )
         elif layer_dims is None:
             layer_dims = guess_layer_dims(shapes)
@@ -284,7 +289,7 @@ class Engine:
         check_state(state, self.layout)
         if "params" not in self._jitted:
             program = self._program(self.layout)
-            self._jitted["params"] = jax.jit(program.whole_params, out_shardings=replicated(self.mesh))
+            self._jitted["params"] = jax.jit(program.full_params, out_shardings=replicated(self.mesh))
         return self._settled(self._jitted["params"](state.params))
 
     def lower(self, batch: PyTree) -> jax.stages.Lowered:

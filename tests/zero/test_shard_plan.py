@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import zero2jax
 from zero2jax.base.mesh import padded_size
-from zero2jax.zero.shard_plan import check_model_axes, guess_layer_dims, make_shard_plan, plan_like
+from zero2jax.zero.shard_plan import check_model_axes, make_shard_plan, plan_like
 
 SHARDS = [1, 2, 3, 5, 8, 25, 400]
 
@@ -197,27 +197,6 @@ def test_a_spec_that_does_not_fit_the_mesh_is_refused():
     with pytest.raises(ValueError, match="a dim of 7 does not divide into 2 parts"):
         check_model_axes(plan, mesh)
     check_model_axes(make_shard_plan({"w": shape(8, 7)}, 4, param_specs={"w": P("model")}), mesh)
-
-
-# --- layer dims guessed from a tree ------------------------------------------------------------------------------
-
-
-def test_a_subtree_of_equal_leading_sizes_is_a_stack():
-    tree = {
-        "blocks": {"w": shape(4, 8, 8), "b": shape(4, 8), "inner": {"k": shape(4, 3, 3)}},
-        "embed": shape(100, 8),
-        "norm": shape(8),
-    }
-    assert guess_layer_dims(tree) == {"blocks": {"w": 1, "b": 1, "inner": {"k": 1}}, "embed": 0, "norm": 0}
-
-
-def test_leaves_that_are_alone_or_of_one_dim_or_differ_are_no_stack():
-    assert guess_layer_dims({"w": shape(4, 8)}) == {"w": 0}
-    assert guess_layer_dims({"a": shape(4, 8), "b": shape(4)}) == {"a": 0, "b": 0}
-    assert guess_layer_dims({"a": shape(4, 8), "b": shape(5, 8)}) == {"a": 0, "b": 0}
-    assert guess_layer_dims([shape(4, 8), shape(4, 9)]) == [1, 1]
-    assert guess_layer_dims(shape(4, 8)) == 0
-    assert guess_layer_dims({}) == {}
 
 
 # --- states of optax ---------------------------------------------------------------------------------------------

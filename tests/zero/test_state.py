@@ -8,7 +8,8 @@ import pytest
 from helpers import FP32, make_engine, make_params
 
 import zero2jax
-from zero2jax.zero import padding
+from zero2jax.programs.hlo import collectives
+from zero2jax.zero.state import pad, unpad
 
 KEY = jax.random.key(3)
 
@@ -62,7 +63,7 @@ def test_an_init_function_never_makes_a_whole_copy():
     )
     state = engine.init(make, KEY)
     plan = engine.layout.params
-    place = lambda: padding.pad(make(KEY), plan, engine.mesh)
+    place = lambda: pad(make(KEY), plan, engine.mesh)
     compiled = jax.jit(place, out_shardings=plan.shardings(engine.mesh)).lower().compile()
     memory = compiled.memory_analysis()
     assert memory.output_size_in_bytes == whole_bytes // 8
@@ -180,3 +181,34 @@ def test_a_step_runs_under_debug_nans():
     with jax.debug_nans(True):
         _, metrics = engine.step(state, {k: np.ones(8, np.int32) for k in ("x", "y")})
     assert np.isnan(metrics["learning_rate"])
+
+
+# --- padding -----------------------------------------------------------------------------------------------------
+
+PARAMS = {
+    "even": jnp.arange(16.0).reshape(8, 2),
+    "odd": jnp.arange(1.0, 16.0).reshape(5, 3),
+    "scalar": jnp.float32(2),
+    "stack": jnp.arange(1.0, 43.0).reshape(2, 3, 7),
+}
+PLAN = zero2jax.make_shard_plan(PARAMS, 4, layer_dims={"even": 0, "odd": 0, "scalar": 0, "stack": 1})
+
+
+def test_pad_then_unpad_is_the_identity_and_padding_is_zero():
+    mesh = zero2jax.make_mesh(data=4)
+    rest = jax.jit(lambda p: pad(p, PLAN, mesh))(PARAMS)
+    assert jax.tree.map(jnp.shape, rest) == {"even": (8, 2), "odd": (5, 4), "scalar": (), "stack": (2, 3, 8)}
+    for leaf, x in zip(PLAN.leaves, jax.tree.leaves(rest), strict=True):
+        assert x.sharding.spec == leaf.spec()
+    assert not np.asarray(rest["odd"])[:, 3:].any()
+    assert not np.asarray(rest["stack"])[..., 7:].any()
+    back = jax.jit(lambda r: unpad(r, PLAN, mesh))(rest)
+    jax.tree.map(np.testing.assert_array_equal, back, PARAMS)
+
+
+def test_elementwise_work_on_unpadded_leaves_communicates_nothing():
+    mesh = zero2jax.make_mesh(data=4)
+    rest = PLAN.rest_shapes(mesh)
+    work = lambda r: pad(jax.tree.map(lambda x: jnp.tanh(x) * 2, unpad(r, PLAN, mesh)), PLAN, mesh)
+    compiled = jax.jit(work, out_shardings=PLAN.shardings(mesh)).lower(rest).compile()
+    assert not collectives(compiled.as_text())

@@ -22,15 +22,15 @@ from jax.sharding import PartitionSpec as P
 from zero2jax.base.mesh import DATA_AXIS, check_mesh
 from zero2jax.base.pytrees import PyTree, shapes_of
 from zero2jax.base.transformation import checked_transformation, refuse_multi_steps
-from zero2jax.zero import padding
+from zero2jax.zero.layer_dims import guess_layer_dims
 from zero2jax.zero.shard_plan import (
     LeafPlan,
     ShardPlan,
     check_model_axes,
-    guess_layer_dims,
     make_shard_plan,
     plan_like,
 )
+from zero2jax.zero.state import pad, unpad
 
 
 def shard_optimizer(
@@ -85,7 +85,7 @@ def shard_optimizer(
     def init(params: PyTree) -> PyTree:
         _, state_plan = plans(params)
         build = jax.jit(
-            lambda params: padding.pad(inner.init(params), state_plan, mesh),
+            lambda params: pad(inner.init(params), state_plan, mesh),
             out_shardings=state_plan.shardings(mesh),
         )
         return build(params)
@@ -101,9 +101,9 @@ def shard_optimizer(
         # Parameters that are nowhere yet (fresh from an init function) would otherwise rest where the compiler likes.
         shards = None if params is None else shard(at_rest(params))
         updates, state = inner.update(
-            shard(plan.map(whole, grads)), padding.cut(state, state_plan, mesh), shards, **extra_args
+            shard(plan.map(whole, grads)), unpad(state, state_plan, mesh), shards, **extra_args
         )
-        return at_rest(updates), padding.pad(state, state_plan, mesh)
+        return at_rest(updates), pad(state, state_plan, mesh)
 
     def update(
         grads: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any

@@ -281,30 +281,6 @@ def check_model_axes(plan: ShardPlan, mesh: Mesh, taken: Sequence[str] = ()) -> 
                 )
 
 
-def guess_layer_dims(shapes: PyTree) -> PyTree:
-    """The number of leading layer dims per leaf, guessed from the tree: 1 inside a stack, else 0.
-
-    A stack is the largest subtree of at least two leaves that all have two dims or more and the same leading
-    size, as `nn.scan`, `nnx.scan` and `jax.vmap(init)` make them. A wrong guess costs no correctness and no
-    memory: the leaf is only sharded on another dim. Where the batch is known, `layer_dims_of_loss` reads the truth.
-    """
-    flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
-    groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
-    keys = [tuple(str(k) for k in path) for path, _ in flat]
-    for key, (_, leaf) in zip(keys, flat, strict=True):
-        for depth in range(len(key) + 1):
-            groups.setdefault(key[:depth], []).append(leaf.shape)
-
-    def is_stack(members: list[tuple[int, ...]]) -> bool:
-        same = len({shape[:1] for shape in members}) == 1
-        return len(members) > 1 and same and all(len(shape) > 1 for shape in members)
-
-    stacks = {key for key, members in groups.items() if is_stack(members)}
-    return jax.tree.unflatten(
-        treedef, [int(any(key[:d] in stacks for d in range(len(key) + 1))) for key in keys]
-    )
-
-
 def plan_like(shapes: PyTree, params: ShardPlan) -> ShardPlan:
     """The plan of a tree that holds copies of the parameters among other things, such as an optimizer state.
 

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from zero2jax.base.mesh import DataAxes, axis_size, replicated
 from zero2jax.base.pytrees import LeafPredicate, PyTree, path_string, select_leaves
 from zero2jax.base.transformation import refuse_multi_steps
-from zero2jax.zero import padding
+from zero2jax.zero.exchange import pad_to
 from zero2jax.zero.precision import master_dtype
 from zero2jax.zero.shard_plan import LeafPlan, ShardPlan, check_model_axes, make_shard_plan, plan_like
 
@@ -156,9 +156,9 @@ def place_params(params: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
     """Whole parameters -> padded shards, a leaf at a time and from host memory slice by slice."""
 
     def one(leaf: LeafPlan, x: Any) -> jax.Array:
-        sharding = jax.sharding.NamedSharding(mesh, leaf.spec(plan.axis_name))
+        sharding = NamedSharding(mesh, leaf.spec(plan.axis_name))
         if isinstance(x, jax.Array) and not (x.is_fully_addressable and _is_numeric(x)):
-            single = jax.jit(lambda x: _padded(leaf, x.astype(leaf.dtype)), out_shardings=sharding)
+            single = jax.jit(lambda x: pad_to(x.astype(leaf.dtype), leaf.rest_shape), out_shardings=sharding)
             return single(x)
         host = np.asarray(x)
         return jax.make_array_from_callback(
@@ -170,12 +170,6 @@ def place_params(params: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
 
 def _is_numeric(x: jax.Array) -> bool:
     return not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-
-
-def _padded(leaf: LeafPlan, x: jax.Array) -> jax.Array:
-    if leaf.rest_shape == leaf.shape:
-        return x
-    return jnp.pad(x, [(0, rest - true) for rest, true in zip(leaf.rest_shape, leaf.shape, strict=True)])
 
 
 def _slice(leaf: LeafPlan, host: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
@@ -192,7 +186,7 @@ def make_params(make: Callable[[], PyTree], plan: ShardPlan, mesh: Mesh) -> PyTr
 
     def build() -> PyTree:
         cast = lambda leaf, x: jnp.asarray(x).astype(leaf.dtype) if leaf.dtype != jnp.result_type(x) else x
-        return padding.pad(plan.map(cast, make()), plan, mesh)
+        return pad(plan.map(cast, make()), plan, mesh)
 
     return jax.jit(build, out_shardings=plan.shardings(mesh))()
 
@@ -201,7 +195,31 @@ def make_opt_state(tx: optax.GradientTransformation, params: PyTree, layout: Lay
     """The optimizer's initial state in its shards, from parameters in theirs."""
 
     def build(params: PyTree) -> PyTree:
-        opt_state = tx.init(layout.trained(padding.cut(params, layout.params, mesh)))
-        return padding.pad(opt_state, layout.opt_state, mesh)
+        opt_state = tx.init(layout.trained(unpad(params, layout.params, mesh)))
+        return pad(opt_state, layout.opt_state, mesh)
 
     return jax.jit(build, out_shardings=layout.opt_state.shardings(mesh))(params)
+
+
+def unpad(tree: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
+    """Leaves as they are stored -> leaves of true shape, sharded the same way, as the optimizer sees them.
+
+    Under `jax.jit`, like `pad`: the compiler accepts uneven shards inside a program, so elementwise work on a leaf that
+    does not divide still communicates nothing.
+    """
+
+    def unpadded(leaf: LeafPlan, x: jax.Array) -> jax.Array:
+        if leaf.rest_shape == leaf.shape:
+            return x
+        return _constrain(jax.lax.slice(x, [0] * x.ndim, leaf.shape), leaf, plan, mesh)
+
+    return plan.map(unpadded, tree)
+
+
+def pad(tree: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
+    """Leaves of true shape -> leaves as they are stored: padded with zeros, and in their place."""
+    return plan.map(lambda leaf, x: _constrain(pad_to(x, leaf.rest_shape), leaf, plan, mesh), tree)
+
+
+def _constrain(x: jax.Array, leaf: LeafPlan, plan: ShardPlan, mesh: Mesh) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, leaf.spec(plan.axis_name)))

@@ -17,20 +17,12 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from zero2jax.base import losses
-from zero2jax.base.losses import Loss, LossTerms, SliceKey
+from zero2jax.base.losses import Loss, LossTerms, SliceKey, WeightedSum
 from zero2jax.base.mesh import axis_size
 from zero2jax.base.pytrees import PyTree, check_same_structure, path_string
 from zero2jax.base.transformation import learning_rate
-from zero2jax.zero import padding
-from zero2jax.zero.gradients import (
-    GradientSettings,
-    layer_dims_of_loss,
-    local_gradients,
-    local_loss,
-    whole_params,
-)
-from zero2jax.zero.state import Layout, TrainState, merge
+from zero2jax.zero.gradients import GradientSettings, full_params, local_gradients, local_loss
+from zero2jax.zero.state import Layout, TrainState, merge, pad, unpad
 
 Metrics = dict[str, Any]
 
@@ -58,17 +50,17 @@ class StepProgram:
     ) -> tuple[TrainState, Metrics]:
         """The state after one optimizer update, and the metrics; see `Engine.step`."""
         grads, totals = self.gradients(state, batch)
-        params = padding.cut(state.params, self.layout.params, self.mesh)
+        params = unpad(state.params, self.layout.params, self.mesh)
         trained = self.layout.trained(params)
-        grads = self._averaged(grads, totals.weight, trained)
+        grads = self._averaged(grads, totals, trained)
         grad_norm = clipped_norm = optax.tree.norm(grads)
         if self.settings.step.clip_norm is not None:
             grads, _ = optax.clip_by_global_norm(self.settings.step.clip_norm).update(
                 grads, optax.EmptyState()
             )
             clipped_norm = jnp.minimum(grad_norm, self.settings.step.clip_norm)
-        old_opt_state = padding.cut(state.opt_state, self.layout.opt_state, self.mesh)
-        means = losses.mean(totals)
+        old_opt_state = unpad(state.opt_state, self.layout.opt_state, self.mesh)
+        means = totals.mean()
         updates, opt_state = self.tx.update(
             grads, old_opt_state, trained, **{"value": means.loss, **extra_args}
         )
@@ -84,8 +76,8 @@ class StepProgram:
             )
         new_state = TrainState(
             step=state.step + 1,
-            params=padding.pad(new_params, self.layout.params, self.mesh),
-            opt_state=padding.pad(opt_state, self.layout.opt_state, self.mesh),
+            params=pad(new_params, self.layout.params, self.mesh),
+            opt_state=pad(opt_state, self.layout.opt_state, self.mesh),
             rng=state.rng,
         )
         metrics = {
@@ -99,12 +91,12 @@ class StepProgram:
         }
         return new_state, metrics
 
-    def gradients(self, state: TrainState, batch: PyTree) -> tuple[list[jax.Array], LossTerms]:
+    def gradients(self, state: TrainState, batch: PyTree) -> tuple[list[jax.Array], WeightedSum]:
         """Sums over devices and microbatches: a padded, sharded gradient per trainable leaf, and the loss terms."""
         plan = self.layout.params
         specs = [leaf.manual_spec(plan.axis_name) for leaf, t in self._leaves() if t]
 
-        def local(params: PyTree, batch: PyTree, rng: SliceKey) -> tuple[list[jax.Array], LossTerms]:
+        def local(params: PyTree, batch: PyTree, rng: SliceKey) -> tuple[list[jax.Array], WeightedSum]:
             return local_gradients(self.loss, self.settings, params, batch, rng)
 
         return self.per_device(local, (specs, P()))(state.params, batch, self._step_key(state))
@@ -112,37 +104,23 @@ class StepProgram:
     def evaluate(self, state: TrainState, batch: PyTree) -> LossTerms:
         """The mean loss terms of a batch; parameters appear where they are used, no whole copy is made."""
 
-        def local(params: PyTree, batch: PyTree, rng: SliceKey) -> LossTerms:
+        def local(params: PyTree, batch: PyTree, rng: SliceKey) -> WeightedSum:
             return local_loss(self.loss, self.settings, params, batch, rng)
 
-        totals: LossTerms = self.per_device(local, P())(state.params, batch, self._step_key(state))
-        return losses.mean(totals)
+        totals: WeightedSum = self.per_device(local, P())(state.params, batch, self._step_key(state))
+        return totals.mean()
 
-    def whole_params(self, params: PyTree) -> PyTree:
-        """Whole parameters in the dtypes they rest in, on every device, gathered a layer at a time."""
-        plan = self.layout.params
-        settings = dataclasses.replace(self.settings, trainable=(False,) * len(plan.leaves))
-
+    def full_params(self, params: PyTree) -> PyTree:
+        """Full parameters in the dtypes that they are stored in, replicated, gathered a layer at a time."""
         gathered = jax.shard_map(
-            functools.partial(whole_params, settings),
+            functools.partial(full_params, self.settings),
             mesh=self.mesh,
-            in_specs=(plan.manual_specs(),),
+            in_specs=(self.layout.params.manual_specs(),),
             out_specs=P(),
-            axis_names=set(settings.axes.names),
+            axis_names=set(self.settings.axes.names),
             check_vma=False,
         )
         return gathered(params)
-
-    def layer_dims(self, shapes: PyTree, batch: PyTree) -> PyTree:
-        """The leading layer dims per parameter, from the loss function's scans; allocates nothing."""
-        found: list[PyTree] = []
-
-        def local(params: PyTree, batch: PyTree, rng: SliceKey) -> None:
-            found.append(layer_dims_of_loss(self.loss, shapes, batch, rng))
-
-        state = self.layout.abstract_state(self.mesh)
-        jax.eval_shape(self.per_device(local, None), state.params, batch, self._step_key(state))
-        return found[0]
 
     def per_device(self, local: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
         """`local(params, batch, rng)` under a `shard_map` that is manual over the data axes alone."""
@@ -163,13 +141,13 @@ class StepProgram:
     def _step_key(self, state: TrainState) -> SliceKey:
         return SliceKey(state.rng, state.step, jnp.int32(0))
 
-    def _averaged(self, grads: list[jax.Array], weight: jax.Array, like: PyTree) -> PyTree:
+    def _averaged(self, grads: list[jax.Array], totals: WeightedSum, like: PyTree) -> PyTree:
         """Summed gradient shards -> the mean gradient at master dtypes and true shapes, as the optimizer sees it."""
         plan = self.layout.params
         trained = [leaf for leaf, t in self._leaves() if t]
         sub_plan = dataclasses.replace(plan, leaves=tuple(trained), treedef=jax.tree.structure(like))
-        grads = padding.cut(sub_plan.treedef.unflatten(grads), sub_plan, self.mesh)
-        scale = jnp.where(weight == 0, 0, 1 / weight)  # a batch without weight has no gradient
+        grads = unpad(sub_plan.treedef.unflatten(grads), sub_plan, self.mesh)
+        scale = totals.inverse_weight
         if self.settings.step.reduction == "sum":
             scale = scale * axis_size(self.mesh, self.settings.axes.batch)
         return jax.tree.map(lambda g, p: g.astype(p.dtype) * scale.astype(p.dtype), grads, like)
