@@ -33,12 +33,13 @@ from zero2jax.zero.shard_plan import ShardPlan
 from zero2jax.zero.state import (
     Layout,
     TrainState,
+    check_state,
     make_layout,
     make_opt_state,
     make_params,
     place_params,
 )
-from zero2jax.zero.step import Metrics, StepProgram, check_state
+from zero2jax.zero.step import Metrics, StepProgram
 
 _MAX_EVALUATIONS = 8  # loss functions whose evaluation stays compiled
 

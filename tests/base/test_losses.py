@@ -69,6 +69,7 @@ def test_means_over_microbatches_are_weighted_and_counts_are_summed():
     ]
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *parts)
     found = stacked.over_microbatches().mean()
+    assert float(stacked.over_microbatches().inverse_weight) == 1 / 4
     assert float(found.loss) == (1 * 1 + 3 * 4) / 4
     assert float(found.weight) == 4
     assert float(found.aux["m"]) == (1 * 10 + 3 * 2) / 4

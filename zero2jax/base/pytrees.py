@@ -17,6 +17,14 @@ def path_string(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def path_names(path: Any) -> tuple[str, ...]:
+    """The names along a key path: they tell leaves apart, as `path_string` need not (`{"a/b": 0, "a": {"b": 0}}`).
+
+    Two leaves of the same names are the same parameter, in whatever containers their trees hold them.
+    """
+    return tuple(path_string((key,)) for key in path)
+
+
 def is_function(x: Any) -> bool:
     """Whether `x` is a function, and not a pytree that can be called, as an Equinox module is."""
     return callable(x) and jax.tree_util.treedef_is_leaf(jax.tree.structure(x))

@@ -13,7 +13,7 @@ ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, arXiv:1910
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero2jax.base.mesh import DATA_AXIS, AxisName, padded_size
-from zero2jax.base.pytrees import PyTree, check_same_structure, path_string
+from zero2jax.base.pytrees import PyTree, check_same_structure, path_names
+from zero2jax.base.tables import aligned
 
 Placement = tuple[Any, ...]  # one PartitionSpec entry per dim: None, an axis name or a tuple of axis names
 
@@ -33,7 +34,7 @@ class LeafPlan:
     """Where one leaf rests: a leaf of the pytrees in a `ShardPlan`, hashable.
 
     Attributes:
-      path: name of the leaf, `"blocks/attn/kernel"`.
+      names: the names along the leaf's key path, `("blocks", "attn", "kernel")`: what it is known by.
       shape: true shape, without padding.
       dtype: dtype at rest.
       num_shards: N, the size of the axis that state is sharded over.
@@ -43,7 +44,7 @@ class LeafPlan:
       model_spec: PartitionSpec entries of the other mesh axes, one per dim (tensor parallelism).
     """
 
-    path: str
+    names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: Any
     num_shards: int
@@ -51,6 +52,11 @@ class LeafPlan:
     reason: str = ""
     layer_dims: int = 0
     model_spec: Placement = ()
+
+    @property
+    def path(self) -> str:
+        """The names as people read and write them: `"blocks/attn/kernel"`."""
+        return "/".join(self.names)
 
     @property
     def rest_shape(self) -> tuple[int, ...]:
@@ -70,11 +76,6 @@ class LeafPlan:
     def num_model_shards(self, mesh: Mesh) -> int:
         """Into how many parts the mesh axes of `model_spec` cut the leaf."""
         return math.prod(mesh.shape[n] for entry in self.model_spec for n in _axis_names(entry))
-
-    @property
-    def padding_bytes(self) -> int:
-        """Bytes of padding in the global array."""
-        return (math.prod(self.rest_shape) - math.prod(self.shape)) * int(self.dtype.itemsize)
 
     def spec(self, axis_name: AxisName = DATA_AXIS) -> P:
         """PartitionSpec over every axis of the mesh, true and rest shape alike."""
@@ -134,32 +135,27 @@ class ShardPlan:
 
     def table(self) -> str:
         """The plan as text: a line per leaf with shape, sharded dim, padding and bytes, or the reason."""
-        header = ("leaf", "shape", "dtype", "sharded dim", "padded to", "bytes/device", "why whole")
-        rows = [header]
+        rows = [("leaf", "shape", "dtype", "sharded dim", "padded to", "bytes/device", "why whole")]
         for leaf in self.leaves:
-            padded = leaf.rest_shape[leaf.dim] if leaf.dim is not None else None
+            dim = leaf.dim
             rows.append(
                 (
                     leaf.path or "(root)",
                     str(leaf.shape),
                     str(leaf.dtype),
-                    "-" if leaf.dim is None else str(leaf.dim),
-                    str(padded) if leaf.dim is not None and padded != leaf.shape[leaf.dim] else "-",
+                    "-" if dim is None else str(dim),
+                    "-" if dim is None or leaf.rest_shape == leaf.shape else str(leaf.rest_shape[dim]),
                     f"{leaf.rest_bytes:,}",
                     leaf.reason,
                 )
             )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
         total = (
             f"{len(self.leaves)} leaves over {self.num_shards} shards: {self.rest_bytes:,} bytes per device"
         )
         others = {name for leaf in self.leaves for entry in leaf.model_spec for name in _axis_names(entry)}
         if others:
             total += f", before the leaves that also lie on {', '.join(sorted(others))} are cut over it"
-        return "\n".join([*lines, total])
+        return "\n".join([*aligned(rows), total])
 
     __str__ = table
 
@@ -199,14 +195,14 @@ def make_shard_plan(
         check_same_structure(shapes, named, "the parameters", "`param_specs`")
         specs = jax.tree.leaves(param_specs, is_leaf=is_spec)
     leaves = tuple(
-        _plan_leaf(path_string(path), x.shape, x.dtype, num_shards, int(d), spec, whole, axis_name)
+        _plan_leaf(path_names(path), x.shape, x.dtype, num_shards, int(d), spec, whole, axis_name)
         for (path, x), d, spec in zip(flat, depth, specs, strict=True)
     )
     return ShardPlan(leaves, treedef, num_shards, axis_name, whole)
 
 
 def _plan_leaf(
-    path: str,
+    names: tuple[str, ...],
     shape: tuple[int, ...],
     dtype: Any,
     num_shards: int,
@@ -215,7 +211,7 @@ def _plan_leaf(
     whole: str,
     axis_name: AxisName,
 ) -> LeafPlan:
-    model_spec = _full_spec(path, shape, spec, axis_name)
+    model_spec = _full_spec("/".join(names), shape, spec, axis_name)
     layer_dims = min(layer_dims, len(shape))
     free = [i for i in range(layer_dims, len(shape)) if model_spec[i] is None and shape[i] > 1]
     size = math.prod(shape)
@@ -238,7 +234,7 @@ def _plan_leaf(
     else:
         reason = ""
     dim = None if reason else min(free, key=lambda i: padded_size(shape[i], num_shards) / shape[i])
-    return LeafPlan(path, tuple(shape), _dtype(dtype), num_shards, dim, reason, layer_dims, model_spec)
+    return LeafPlan(names, tuple(shape), _dtype(dtype), num_shards, dim, reason, layer_dims, model_spec)
 
 
 def _full_spec(path: str, shape: tuple[int, ...], spec: P | None, axis_name: AxisName) -> Placement:
@@ -288,30 +284,21 @@ def plan_like(shapes: PyTree, params: ShardPlan) -> ShardPlan:
     that parameter does, so that elementwise work needs no communication; with another shape (a factored moment)
     it gets a plan of its own, keeping the parameter's layer dims. Works for any optax state.
     """
-    by_path = {leaf.path: leaf for leaf in params.leaves}
+    known = {leaf.names: leaf for leaf in params.leaves}
 
-    def plan_one(path: Any, x: Any) -> LeafPlan:
-        name = path_string(path)
-        param = _longest_suffix(name, by_path)
+    def plan_one(names: tuple[str, ...], x: Any) -> LeafPlan:
+        suffixes = [names[start:] for start in range(len(names) + 1)]
+        param = next((known[suffix] for suffix in suffixes if suffix in known), None)
         if param is not None and param.shape == tuple(x.shape):
-            return dataclasses.replace(param, path=name, dtype=_dtype(x.dtype))
+            return dataclasses.replace(param, names=names, dtype=_dtype(x.dtype))
         layer_dims = param.layer_dims if param is not None and len(x.shape) > param.layer_dims else 0
         return _plan_leaf(
-            name, x.shape, x.dtype, params.num_shards, layer_dims, None, params.whole, params.axis_name
+            names, x.shape, x.dtype, params.num_shards, layer_dims, None, params.whole, params.axis_name
         )
 
     flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
-    leaves = tuple(plan_one(path, x) for path, x in flat)
+    leaves = tuple(plan_one(path_names(path), x) for path, x in flat)
     return ShardPlan(leaves, treedef, params.num_shards, params.axis_name, params.whole)
-
-
-def _longest_suffix(name: str, by_path: Mapping[str, LeafPlan]) -> LeafPlan | None:
-    parts = name.split("/")
-    for start in range(len(parts) + 1):
-        candidate = "/".join(parts[start:])
-        if candidate in by_path:
-            return by_path[candidate]
-    return None
 
 
 def _dtype(dtype: Any) -> Any:

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from zero2jax.base.mesh import DataAxes, axis_size, replicated
-from zero2jax.base.pytrees import LeafPredicate, PyTree, path_string, select_leaves
+from zero2jax.base.pytrees import LeafPredicate, PyTree, check_same_structure, path_string, select_leaves
 from zero2jax.base.transformation import refuse_multi_steps
 from zero2jax.zero.exchange import pad_to
 from zero2jax.zero.precision import master_dtype
@@ -150,6 +150,25 @@ def _check_floating(shapes: PyTree, trainable: tuple[bool, ...]) -> None:
             f"floating leaves have gradients. Freeze these with trainable=, a tree of booleans or a predicate "
             f"(path, leaf) -> bool."
         )
+
+
+def check_state(state: TrainState, layout: Layout) -> None:
+    """Raise an error if this is no state, or its parameters or optimizer state have another structure."""
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"reading the state: found {type(state).__name__}, expected the TrainState that engine.init or the step "
+            f"before returned. A step is state, metrics = engine.step(state, batch)."
+        )
+    check_same_structure(layout.params.tree, state.params, "the parameters", "`state.params`")
+    check_same_structure(layout.opt_state.tree, state.opt_state, "the optimizer state", "`state.opt_state`")
+    for plan, tree in ((layout.params, state.params), (layout.opt_state, state.opt_state)):
+        for leaf, x in zip(plan.leaves, jax.tree.leaves(tree), strict=True):
+            if (x.shape, x.dtype) != (leaf.rest_shape, leaf.dtype):
+                raise ValueError(
+                    f"reading the state: leaf {leaf.path!r} is {x.dtype}{list(x.shape)} and this engine keeps it as "
+                    f"{leaf.dtype}{list(leaf.rest_shape)}. The state belongs to an engine of other parameters or "
+                    f"another mesh or stage: take the one that this engine's init returned."
+                )
 
 
 def place_params(params: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:

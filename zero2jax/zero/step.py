@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from zero2jax.base.losses import Loss, LossTerms, SliceKey, WeightedSum
 from zero2jax.base.mesh import axis_size
-from zero2jax.base.pytrees import PyTree, check_same_structure, path_string
+from zero2jax.base.pytrees import PyTree, path_names
 from zero2jax.base.transformation import learning_rate
 from zero2jax.zero.gradients import GradientSettings, full_params, local_gradients, local_loss
 from zero2jax.zero.state import Layout, TrainState, merge, pad, unpad
@@ -154,39 +154,16 @@ class StepProgram:
 
     def _with_frozen(self, params: PyTree, frozen: PyTree) -> PyTree:
         """Store the new values of frozen leaves that the loss function returned."""
-        if frozen is None:
-            return params
-        new = {path_string(path): x for path, x in jax.tree_util.tree_leaves_with_path(frozen)}
-        known = {leaf.path: leaf for leaf, t in self._leaves() if not t}
-        for path, x in new.items():
-            if path not in known or known[path].shape != x.shape:
-                rule = (
-                    f"shape {known[path].shape}"
-                    if path in known
-                    else f"one of the frozen leaves {sorted(known)[:8]}"
-                )
+        new = {path_names(path): x for path, x in jax.tree_util.tree_leaves_with_path(frozen)}
+        known = {leaf.names: leaf for leaf, t in self._leaves() if not t}
+        for names, x in new.items():
+            leaf = known.get(names)
+            if leaf is None or leaf.shape != x.shape:
+                paths = sorted(leaf.path for leaf in known.values())
+                rule = f"one of the frozen leaves {paths[:8]}" if leaf is None else f"shape {leaf.shape}"
                 raise ValueError(
-                    f"storing aux['frozen']: leaf {path!r} of shape {x.shape} does not fit, expected {rule}. Return "
-                    f"new values under the paths that the frozen leaves have in the parameters."
+                    f"storing aux['frozen']: leaf {'/'.join(names)!r} of shape {x.shape} does not fit, expected "
+                    f"{rule}. Return new values under the paths that the frozen leaves have in the parameters."
                 )
-        pick = lambda leaf, x: new[leaf.path].astype(leaf.dtype) if leaf.path in new else x
+        pick = lambda leaf, x: new[leaf.names].astype(leaf.dtype) if leaf.names in new else x
         return self.layout.params.map(pick, params)
-
-
-def check_state(state: TrainState, layout: Layout) -> None:
-    """Raise an error if this is no state, or its parameters or optimizer state have another structure."""
-    if not isinstance(state, TrainState):
-        raise TypeError(
-            f"reading the state: found {type(state).__name__}, expected the TrainState that engine.init or the step "
-            f"before returned. A step is state, metrics = engine.step(state, batch)."
-        )
-    check_same_structure(layout.params.tree, state.params, "the parameters", "`state.params`")
-    check_same_structure(layout.opt_state.tree, state.opt_state, "the optimizer state", "`state.opt_state`")
-    for plan, tree in ((layout.params, state.params), (layout.opt_state, state.opt_state)):
-        for leaf, x in zip(plan.leaves, jax.tree.leaves(tree), strict=True):
-            if (x.shape, x.dtype) != (leaf.rest_shape, leaf.dtype):
-                raise ValueError(
-                    f"reading the state: leaf {leaf.path!r} is {x.dtype}{list(x.shape)} and this engine keeps it as "
-                    f"{leaf.dtype}{list(leaf.rest_shape)}. The state belongs to an engine of other parameters or "
-                    f"another mesh or stage: take the one that this engine's init returned."
-                )
