@@ -148,10 +148,34 @@ def test_init_again_with_the_same_shapes_keeps_the_compiled_step():
     engine = make_engine(2)
     batch = {k: np.zeros(8, np.int32) for k in ("x", "y")}
     engine.step(engine.init(make_params()), batch)
-    step = engine._jitted_step()
+    step = engine._compiled.step
     engine.step(engine.init(make_params()), batch)
-    assert engine._jitted_step() is step
+    assert engine._compiled.step is step
     assert step._cache_size() == 1
+
+
+def test_a_new_layout_gets_compiled_functions_of_its_own():
+    """The same shapes, once sharded on the layers and, when a batch has shown them, on the next dim."""
+    params = {"w": jnp.ones((8, 8, 8)) / 8}
+    loss = lambda p, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])[0].mean()
+    batch = np.ones((16, 8), np.float32)
+    engine = make_engine(8, loss_fn=loss, tx=optax.sgd(0.1), stage=1)
+    before, _ = engine.step(engine.init(params), batch)
+    first = engine._compiled
+    after, _ = engine.step(engine.init(params, batch=batch), batch)
+    assert engine._compiled is not first
+    dim_of = lambda state: tuple(state.params["w"].sharding.spec).index("data")
+    assert (dim_of(before), dim_of(after)) == (0, 1)
+    assert after.params["w"].sharding.spec == engine.layout.params.leaves[0].spec()
+    # the same sums, of one layer or of all at once
+    np.testing.assert_allclose(engine.params(after)["w"], np.asarray(before.params["w"]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis_name", ["data", "dp"])
+def test_without_a_mesh_all_devices_lie_on_the_data_axis(axis_name):
+    engine = zero2jax.Engine(lambda p, b: p.sum(), optax.sgd(0.1), None, axis_name=axis_name)
+    assert dict(engine.mesh.shape) == {axis_name: 8}
+    assert engine.num_shards == 8
 
 
 def test_evaluate_takes_unhashable_and_equal_losses():
@@ -172,7 +196,7 @@ def test_evaluate_takes_unhashable_and_equal_losses():
     assert second == pytest.approx(2 * first)
     for scale in range(20):
         engine.evaluate(state, batch, loss_fn=Scaled(float(scale)))
-    assert len(engine._evaluations) <= 8
+    assert len(engine._compiled.evaluations) <= 8
 
 
 def test_a_step_runs_under_debug_nans():

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 DATA_AXIS = "data"
 REPLICA_AXIS = "replica"
+MODEL_AXIS = "model"
 
 AxisName = str | tuple[str, ...]
 """One mesh axis, or several as an entry of a PartitionSpec joins them, the first outermost."""
@@ -83,9 +84,6 @@ def axis_size(mesh: Mesh, axes: AxisName) -> int:
     return math.prod(mesh.shape[name] for name in ((axes,) if isinstance(axes, str) else axes))
 
 
-MODEL_AXIS = "model"
-
-
 def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axes: int) -> Mesh:
     """A mesh with the named axes, all of type Auto: `make_mesh(data=8)`, `make_mesh(data=4, model=2)`.
 
@@ -128,9 +126,11 @@ def check_mesh(mesh: Mesh, axis_name: str = DATA_AXIS) -> int:
       ValueError: the mesh has no such axis, or an axis of it is not of type Auto.
     """
     if axis_name not in mesh.shape:
+        others = [name for name in mesh.axis_names if name not in (REPLICA_AXIS, MODEL_AXIS)]
+        meant = f"Pass axis_name={others[0]!r} if that is the one, or make" if others else "Make"
         raise ValueError(
             f"looking for axis {axis_name!r} in a mesh with axes {dict(mesh.shape)}: state is sharded over that axis, "
-            f"so the mesh must have it. Make one with zero2jax.make_mesh({axis_name}={mesh.size})."
+            f"so the mesh must have it. {meant} a mesh with zero2jax.make_mesh({axis_name}={mesh.size})."
         )
     explicit = [n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t != AxisType.Auto]
     if explicit:
