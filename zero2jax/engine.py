@@ -54,7 +54,7 @@ class _Compiled:
         self._options = options
         self._replicated = replicated(program.mesh)
         self.evaluations: dict[int, Any] = {}  # by the identity of the loss: it may be unhashable
-        self.compared = False  # whether the processes have been found to run the same step
+        self.compared = False  # whether the processes have agreed that they run the same step
         self.profile: ActivationProfile | None = None
 
     @functools.cached_property
@@ -97,7 +97,7 @@ class Engine:
       mesh: mesh with an axis `axis_name` and any further axes, all of type Auto; None puts all devices on that axis.
       stage: 0 replicates the state; 1 shards masters and optimizer state; 2 also reduces gradients into shards where
         backward makes them; 3 also gathers parameters again in backward instead of holding them.
-      num_microbatches: each step's batch is cut into this many slices per device, whose gradients are summed.
+      num_microbatches: each device's part of a batch is sliced into this many, whose gradients are summed.
       batch_size: if given, every batch must have this many examples over all devices.
       precision: dtypes; bf16 compute on fp32 masters by default.
       clip_norm: clip gradients to this global norm before `tx`; None for no clipping.
@@ -193,7 +193,7 @@ class Engine:
 
     @property
     def num_microbatches(self) -> int:
-        """Into how many slices a step's batch is cut on each device."""
+        """The number of slices of each device's part of a batch."""
         return self.settings.num_microbatches
 
     @property
@@ -224,7 +224,7 @@ class Engine:
     def _compiled(self) -> _Compiled:
         if self._functions is None:
             raise ValueError(
-                "asking the engine where its state rests: it has not seen the parameters. Call engine.init(params) "
+                "asking the engine how its state is stored: it has not seen the parameters. Call engine.init(params) "
                 "first, or engine.abstract_state(shapes) if the state comes from elsewhere."
             )
         return self._functions
@@ -248,10 +248,10 @@ class Engine:
     def init(
         self, params: PyTree | Callable[..., PyTree], *args: Any, batch: PyTree | None = None
     ) -> TrainState:
-        """The state before the first step, straight into shards: no device ever holds a whole copy.
+        """The state before the first step, straight into shards: no device ever holds a full copy.
 
         Args:
-          params: whole parameters (NumPy or JAX arrays), or a function that makes them.
+          params: full parameters (NumPy or JAX arrays), or a function that makes them.
           *args: arguments for that function, a key say. It runs jitted, each device making its own shards.
           batch: arrays or shapes of a global batch: the layer dims are then read from the loss function's scans.
 
@@ -263,22 +263,22 @@ class Engine:
             make = functools.partial(params, *args)
             abstract = self.abstract_state(jax.eval_shape(make), batch=batch)
             expect_same_start(self._start(), self.mesh, args)
-            rest = make_params(make, self.layout.params, self.mesh)
+            placed = make_params(make, self.layout.params, self.mesh)
         else:
             abstract = self.abstract_state(params, batch=batch)
             expect_same_start(self._start(), self.mesh, params)
-            rest = place_params(params, self.layout.params, self.mesh)
-        opt_state = make_opt_state(self._tx, rest, self.layout, self.mesh)
+            placed = place_params(params, self.layout.params, self.mesh)
+        opt_state = make_opt_state(self._tx, placed, self.layout, self.mesh)
         first = lambda: (jnp.zeros((), jnp.int32), jax.random.key_data(jax.random.key(self.settings.seed)))
         step, rng = jax.jit(first, out_shardings=(abstract.step.sharding, abstract.rng.sharding))()
-        return TrainState(step, rest, opt_state, rng)
+        return TrainState(step=step, params=placed, opt_state=opt_state, rng=rng)
 
     def step(self, state: TrainState, batch: PyTree, **extra_args: Any) -> tuple[TrainState, Metrics]:
         """Update once on a global batch. The state is donated: use the one that is returned.
 
         Args:
           state: from `init` or the previous step.
-          batch: pytree of arrays (batch, ...), NumPy or JAX; the batch is cut over devices, then microbatches.
+          batch: pytree of arrays (batch, ...), NumPy or JAX; sharded over devices, then sliced into microbatches.
           **extra_args: passed on to the transformation's update, arrays; `value` (the loss) is always passed.
 
         Returns:
@@ -289,7 +289,7 @@ class Engine:
           `profile` in the activation settings, `activation_profile`, measured before the first step.
 
         Raises:
-          ValueError: the batch cannot be cut up; the state has another structure; the loss is not a scalar;
+          ValueError: the batch does not divide; the state has another structure; the loss is not a scalar;
             at the first step, processes were given different loss functions or optimizers (named).
         """
         check_state(state, self.layout)
@@ -312,7 +312,7 @@ class Engine:
     def evaluate(self, state: TrainState, batch: PyTree, *, loss_fn: LossFn | None = None) -> Any:
         """The mean loss over a global batch, without an update; `(loss, aux)` if the loss function returns that.
 
-        Parameters appear where they are used, as in a step. `batch` must divide over the devices only.
+        Parameters are gathered where they are used, as in a step. `batch` must divide over the devices only.
         `loss_fn` stands in for the engine's, to turn dropout off, say. The state is not donated.
         """
         check_state(state, self.layout)
@@ -322,7 +322,7 @@ class Engine:
         return means.loss if means.aux is None else (means.loss, means.aux)
 
     def params(self, state: TrainState) -> PyTree:
-        """Whole parameters on every device, fp32 masters at their true shapes, gathered a layer at a time."""
+        """Full parameters on every device, fp32 masters at their true shapes, gathered a layer at a time."""
         check_state(state, self.layout)
         return self._settled(self._compiled.params(state.params))
 
@@ -400,7 +400,7 @@ class Engine:
             self._tx,
             self.mesh,
             axes=self.axes,
-            whole="stage 0 keeps the state whole" if self.stage == 0 else "",
+            whole="stage 0 replicates the state" if self.stage == 0 else "",
             layer_dims=layer_dims,
             trainable=self._trainable,
             param_specs=self._param_specs,

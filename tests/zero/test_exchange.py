@@ -58,7 +58,7 @@ def test_the_gradient_leaves_through_the_port_in_its_dtype():
     assert use.path == "odd"
 
     def gradient(shard):
-        loss = lambda port: exchange.appear(use, shard, port).astype(jnp.float32).sum()
+        loss = lambda port: exchange.gather_and_reduce(use, shard, port).astype(jnp.float32).sum()
         return jax.grad(loss)(jnp.zeros_like(shard))
 
     grad = per_device(gradient, SPECS[1], SPECS[1])(STORED[1])

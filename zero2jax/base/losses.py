@@ -123,9 +123,9 @@ def _scalar(x: Any, name: str, *, integers: bool = False) -> jax.Array:
     kinds = (jnp.floating, jnp.integer, jnp.bool_) if integers else (jnp.floating,)
     good = single and jnp.shape(x) == () and any(jnp.issubdtype(jnp.result_type(x), k) for k in kinds)
     if not good:
-        found = jax.tree.map(lambda a: f"{jnp.result_type(a).name}{list(jnp.shape(a))}", x)
+        given = jax.tree.map(lambda a: f"{jnp.result_type(a).name}{list(jnp.shape(a))}", x)
         raise ValueError(
-            f"tracing the loss function: {name} is {found}, and it must be one floating scalar. Return the mean over "
+            f"tracing the loss function: {name} is {given}, and it must be one floating scalar. Return the mean over "
             f"the examples of the batch, as a scalar or as (scalar, aux)."
         )
     return jnp.asarray(x).astype(jnp.float32)

@@ -25,12 +25,12 @@ AxisName = str | tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class DataAxes:
-    """The mesh axes over whose devices the batch is cut, and those that the state at rest is cut over.
+    """The mesh axes that the batch is sharded over, and those that the state at rest is sharded over.
 
     Without a replica axis both are the data axis. With one, parameters are still gathered and gradients scattered over
     the data axis only, inside a group; what crosses groups is a shard of the gradients, once per step.
 
-      state whole in each group   12 P / N bytes at rest (MiCS, arXiv:2205.00119; hybrid sharding in PyTorch's FSDP)
+      state over each group       12 P / N bytes at rest (MiCS, arXiv:2205.00119; hybrid sharding in PyTorch's FSDP)
       state over all devices      12 P / (N R) at rest, and P / N parameters in the compute dtype during the step,
                                   gathered over the groups once (like the secondary partition of ZeRO++,
                                   arXiv:2306.10209, section 4.1)
@@ -38,7 +38,7 @@ class DataAxes:
     Attributes:
       shard: the data axis, of size N.
       replica: the axis of the groups, of size R, or None.
-      rest_over_replicas: the state at rest is cut over the groups too.
+      rest_over_replicas: the state at rest is sharded over the groups too.
     """
 
     shard: str = DATA_AXIS
@@ -52,12 +52,12 @@ class DataAxes:
 
     @property
     def batch(self) -> AxisName:
-        """What the leading dim of a batch is cut over."""
+        """What the leading dim of a batch is sharded over."""
         return self.shard if self.replica is None else self.names
 
     @property
     def rest(self) -> AxisName:
-        """What the sharded dim of a leaf at rest is cut over: inside a group first, then over the groups."""
+        """What the sharded dim of a leaf at rest is sharded over: inside a group first, then over the groups."""
         if self.rest_over_replicas and self.replica is not None:
             return (self.shard, self.replica)
         return self.shard
@@ -67,13 +67,13 @@ def data_axes(mesh: Mesh, axis_name: str = DATA_AXIS, *, rest_over_replicas: boo
     """The data axes of a mesh, after `check_mesh`; an axis called `replica` makes groups.
 
     Raises:
-      ValueError: the mesh cannot be used, or has no replica axis to cut the state over.
+      ValueError: the mesh cannot be used, or has no replica axis to shard the state over.
     """
     check_mesh(mesh, axis_name)
     replica = REPLICA_AXIS if REPLICA_AXIS in mesh.shape and axis_name != REPLICA_AXIS else None
     if rest_over_replicas and replica is None:
         raise ValueError(
-            f"cutting the state over groups of devices: the mesh has the axes {dict(mesh.shape)} and none called "
+            f"sharding the state over groups of devices: the mesh has the axes {dict(mesh.shape)} and none called "
             f"{REPLICA_AXIS!r}. Make one with zero2jax.make_mesh({REPLICA_AXIS}=..., {axis_name}=...)."
         )
     return DataAxes(axis_name, replica, rest_over_replicas)
@@ -143,7 +143,7 @@ def check_mesh(mesh: Mesh, axis_name: str = DATA_AXIS) -> int:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of a value that every device holds whole."""
+    """The sharding of a value that every device holds in full."""
     return NamedSharding(mesh, P())
 
 

@@ -3,9 +3,9 @@
 Per-device code, inside a `shard_map` that is manual over the data axes. One leaf of shape (..., d, ...), sharded over N
 devices along d and padded there to a multiple of N:
 
-  gather       this device's shard (..., ceil(d/N), ...) -> (..., d, ...) in the compute dtype
-  reduce_grad  this device's gradient (..., d, ...) -> its shard (..., ceil(d/N), ...) of the sum over the devices
-  appear       `gather` forward, `reduce_grad` backward
+  gather             this device's shard (..., ceil(d/N), ...) -> (..., d, ...) in the compute dtype
+  reduce_grad        this device's gradient (..., d, ...) -> its shard (..., ceil(d/N), ...) of the devices' sum
+  gather_and_reduce  the first forward, the second backward
 
 A `Use` says how, for a leaf or for one layer of it. `by_layer` does it for all leaves, stacks of layers one layer at a
 time: in one piece, the compiler copies the stack into another layout.
@@ -102,12 +102,12 @@ def reduce_grad(use: Use, grad: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def appear(use: Use, source: jax.Array, port: jax.Array) -> jax.Array:
+def gather_and_reduce(use: Use, source: jax.Array, port: jax.Array) -> jax.Array:
     """The full parameter; its gradient, reduced, is the gradient of `port`, which is not read. `source` has none."""
     return gather(use, source)
 
 
-appear.defvjp(
+gather_and_reduce.defvjp(
     lambda use, source, port: (gather(use, source), None),
     lambda use, _, grad: (None, reduce_grad(use, grad)),
 )

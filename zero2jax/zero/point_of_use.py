@@ -39,7 +39,7 @@ import jax
 import jax.numpy as jnp
 
 from zero2jax.base import jaxprs
-from zero2jax.zero.exchange import Use, appear, by_layer, gather
+from zero2jax.zero.exchange import Use, by_layer, gather, gather_and_reduce
 from zero2jax.zero.layer_dims import input_depths, reshaped_leading
 from zero2jax.zero.shard_plan import Placement
 
@@ -140,7 +140,7 @@ class Scope:
             before = dataclasses.replace(x, pending=x.pending[:-1])
             (array,) = jaxprs.bind(x.pending[-1], [self.value(before)])
         else:
-            array = gather(x.use, x.source) if x.port is None else appear(x.use, x.source, x.port)
+            array = gather(x.use, x.source) if x.port is None else gather_and_reduce(x.use, x.source, x.port)
         if self.holds:
             self.held[key] = x, array
         return array
@@ -270,7 +270,7 @@ def _scanned(x: Any, scope: Scope) -> Any:
         warnings.warn(
             f"parameter {x.use.path!r} is scanned over, and its shards do not hold whole layers (it is sharded on "
             f"the scanned dim, or reshaped before the scan), so the whole stack is gathered before the loop. Pass "
-            f"`batch` to engine.init, so that the layers are found in the loss function, or set `layer_dims`.",
+            f"`batch` to engine.init, so that the layers are read from the loss function, or set `layer_dims`.",
             stacklevel=2,
         )
         return scope.value(x)

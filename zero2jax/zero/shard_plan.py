@@ -1,12 +1,13 @@
-"""Which dim of each leaf is sharded, how it is padded, or why it stays whole. Pure arithmetic over shapes.
+"""Which dim of each leaf is sharded, how it is padded, or why it is replicated. Pure arithmetic over shapes.
 
-Made before anything is allocated, from `jax.ShapeDtypeStruct` trees, for any number of shards N. A leaf of shape
-(d0, ..., dk) that is sharded on dim i rests as (d0, ..., ceil(d_i / N) * N, ..., dk), each device holding
-1/N of it; the padding is cut off again inside the step, so nobody computes with it.
+In: trees of shapes, `jax.ShapeDtypeStruct`s, and any number of shards N. Out: a `LeafPlan` per leaf. Outside
+`shard_map`, before anything is allocated. A leaf of shape (d0, ..., dk) that is sharded on dim i is stored as
+(d0, ..., ceil(d_i / N) * N, ..., dk), each device holding 1/N of it; the padding is taken off again inside the step, so
+nobody computes with it.
 
 The rule: the dim that pads least, the first one on a tie (a gather along the leading dim of what a layer uses is
-contiguous), never a layer dim (gathering a whole stack of layers copies it whole), and never a dim that tensor
-parallelism holds. A leaf with fewer elements than shards stays whole on every device, and the plan says so.
+contiguous), never a layer dim (a stack of layers is not to be gathered at once), and never a dim that tensor
+parallelism holds. A leaf with fewer elements than shards is replicated, and the plan says so.
 
 ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, arXiv:1910.02054, section 5.
 """
@@ -31,15 +32,15 @@ Placement = tuple[Any, ...]  # one PartitionSpec entry per dim: None, an axis na
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """Where one leaf rests: a leaf of the pytrees in a `ShardPlan`, hashable.
+    """How one leaf is stored: a leaf of the pytrees in a `ShardPlan`, hashable.
 
     Attributes:
       names: the names along the leaf's key path, `("blocks", "attn", "kernel")`: what it is known by.
       shape: true shape, without padding.
       dtype: dtype at rest.
       num_shards: N, the size of the axis that state is sharded over.
-      dim: sharded dim, or None for a leaf that is whole on every device.
-      reason: why it is whole; empty for a sharded leaf.
+      dim: sharded dim, or None for a leaf that is replicated.
+      reason: why it is replicated; empty for a sharded leaf.
       layer_dims: number of leading dims that a scan over layers takes off before the leaf is used.
       model_spec: PartitionSpec entries of the other mesh axes, one per dim (tensor parallelism).
     """
@@ -64,21 +65,21 @@ class LeafPlan:
         if self.dim is None:
             return self.shape
         return tuple(
-            padded_size(d, self.num_shards) if i == self.dim else d for i, d in enumerate(self.shape)
+            padded_size(size, self.num_shards) if i == self.dim else size for i, size in enumerate(self.shape)
         )
 
     @property
     def rest_bytes(self) -> int:
         """Bytes at rest per device along the data axis (all model shards together), padding included."""
-        whole = math.prod(self.rest_shape) * int(self.dtype.itemsize)
-        return whole if self.dim is None else whole // self.num_shards
+        full_bytes = math.prod(self.rest_shape) * int(self.dtype.itemsize)
+        return full_bytes if self.dim is None else full_bytes // self.num_shards
 
     def num_model_shards(self, mesh: Mesh) -> int:
-        """Into how many parts the mesh axes of `model_spec` cut the leaf."""
+        """The number of parts that the leaf is sharded into over the mesh axes of `model_spec`."""
         return math.prod(mesh.shape[n] for entry in self.model_spec for n in _axis_names(entry))
 
     def spec(self, axis_name: AxisName = DATA_AXIS) -> P:
-        """PartitionSpec over every axis of the mesh, true and rest shape alike."""
+        """PartitionSpec over every axis of the mesh, of the true shape and the one at rest alike."""
         entries = list(self.model_spec) or [None] * len(self.shape)
         if self.dim is not None:
             entries[self.dim] = axis_name
@@ -91,9 +92,9 @@ class LeafPlan:
 
 @dataclasses.dataclass(frozen=True)
 class ShardPlan:
-    """The plan of a whole pytree: its leaves' plans in the order of `jax.tree.leaves`, and its structure.
+    """The plan of a pytree: its leaves' plans in the order of `jax.tree.leaves`, and its structure.
 
-    `num_shards` is N, `axis_name` the mesh axis or axes of that size, `whole` why no leaf at all is sharded.
+    `num_shards` is N, `axis_name` the mesh axis or axes of that size, `whole` why all leaves are replicated (or empty).
     """
 
     leaves: tuple[LeafPlan, ...]
@@ -154,7 +155,7 @@ class ShardPlan:
         )
         others = {name for leaf in self.leaves for entry in leaf.model_spec for name in _axis_names(entry)}
         if others:
-            total += f", before the leaves that also lie on {', '.join(sorted(others))} are cut over it"
+            total += f", before the leaves that also lie on {', '.join(sorted(others))} are sharded over it"
         return "\n".join([*aligned(rows), total])
 
     __str__ = table
@@ -176,7 +177,7 @@ def make_shard_plan(
       num_shards: N, any positive number.
       layer_dims: number of leading layer dims per leaf, an int for all or a tree of ints; None means 0.
       param_specs: a PartitionSpec (or None) per leaf for the other mesh axes, as for `jax.jit`.
-      whole: if not empty, no leaf is sharded, and this is the reason given.
+      whole: if not empty, every leaf is replicated, and this is the reason given.
       axis_name: mesh axis of size N, or several axes of that size together.
 
     Example:
@@ -280,8 +281,8 @@ def check_model_axes(plan: ShardPlan, mesh: Mesh, taken: Sequence[str] = ()) -> 
 def plan_like(shapes: PyTree, params: ShardPlan) -> ShardPlan:
     """The plan of a tree that holds copies of the parameters among other things, such as an optimizer state.
 
-    Derived from each leaf's own shape: a leaf whose path ends in a parameter's path and has its shape rests as
-    that parameter does, so that elementwise work needs no communication; with another shape (a factored moment)
+    Derived from each leaf's own shape: a leaf whose path ends in a parameter's path and has its shape is stored
+    as that parameter is, so that elementwise work needs no communication; with another shape (a factored moment)
     it gets a plan of its own, keeping the parameter's layer dims. Works for any optax state.
     """
     known = {leaf.names: leaf for leaf in params.leaves}

@@ -1,7 +1,8 @@
-"""The state between steps, where each leaf of it rests, and how it comes to rest there without a whole copy.
+"""The state between steps, how each leaf of it is stored, and how it gets there without a full copy.
 
-Per device and parameter, with Adam: 12/N bytes (fp32 master, two moments), nothing else. ZeRO, arXiv:1910.02054,
-section 5.1; the 16-bit parameters and the gradients of that formula exist only during a step.
+Global arrays, outside `shard_map`. A leaf at rest is sharded, and padded where it does not divide. Per device and
+parameter, with Adam: 12/N bytes (fp32 master, two moments), nothing else. ZeRO, arXiv:1910.02054, section 5.1; the
+16-bit parameters and the gradients of that formula exist only during a step.
 """
 
 import dataclasses
@@ -41,10 +42,10 @@ class TrainState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where the state rests, decided from the parameters' shapes.
+    """How the state is stored, decided from the parameters' shapes.
 
     Attributes:
-      params: shard plan of the parameters, at the dtypes they rest in.
+      params: shard plan of the parameters, at the dtypes they are stored in.
       opt_state: shard plan of the optimizer state.
       trainable: per parameter leaf, whether it is trained.
     """
@@ -59,13 +60,13 @@ class Layout:
 
     def abstract_state(self, mesh: Mesh) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
-        whole = replicated(mesh)
+        everywhere = replicated(mesh)
         key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         return TrainState(
-            step=jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),  # type: ignore[arg-type]
+            step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),  # type: ignore[arg-type]
             params=self.params.rest_shapes(mesh),
             opt_state=self.opt_state.rest_shapes(mesh),
-            rng=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole),  # type: ignore[arg-type]
+            rng=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere),  # type: ignore[arg-type]
         )
 
 
@@ -87,7 +88,7 @@ def make_layout(
       tx: optimizer; its state is planned from `tx.init`'s output shapes.
       mesh: device mesh.
       axes: the data axes of the mesh.
-      whole: reason why nothing is sharded, or empty.
+      whole: reason why every leaf is replicated, or empty.
       layer_dims: leading layer dims per leaf.
       trainable: tree of booleans or predicate; None means every leaf.
       param_specs: PartitionSpecs of the other axes.
@@ -98,7 +99,7 @@ def make_layout(
     flags = tuple(select_leaves(shapes, trainable, default=True, name="trainable"))
     _check_floating(shapes, flags)
     leaves, treedef = jax.tree.flatten(shapes)
-    rest = jax.tree.unflatten(
+    stored = jax.tree.unflatten(
         treedef,
         [
             jax.ShapeDtypeStruct(x.shape, master_dtype(x.dtype)) if t else x
@@ -106,7 +107,7 @@ def make_layout(
         ],
     )
     plan = make_shard_plan(
-        rest,
+        stored,
         axis_size(mesh, axes.rest),
         layer_dims=layer_dims,
         param_specs=param_specs,
@@ -114,9 +115,9 @@ def make_layout(
         axis_name=axes.rest,
     )
     check_model_axes(plan, mesh, axes.names)
-    opt_shapes = jax.eval_shape(tx.init, select(rest, flags))
+    opt_shapes = jax.eval_shape(tx.init, select(stored, flags))
     refuse_multi_steps(opt_shapes)
-    return Layout(plan, plan_like(opt_shapes, plan), flags)
+    return Layout(params=plan, opt_state=plan_like(opt_shapes, plan), trainable=flags)
 
 
 def select(params: PyTree, trainable: tuple[bool, ...]) -> PyTree:
@@ -172,9 +173,9 @@ def check_state(state: TrainState, layout: Layout) -> None:
 
 
 def place_params(params: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
-    """Whole parameters -> padded shards, a leaf at a time and from host memory slice by slice."""
+    """Full parameters -> padded shards, a leaf at a time and from host memory slice by slice."""
 
-    def one(leaf: LeafPlan, x: Any) -> jax.Array:
+    def place(leaf: LeafPlan, x: Any) -> jax.Array:
         sharding = NamedSharding(mesh, leaf.spec(plan.axis_name))
         if isinstance(x, jax.Array) and not (x.is_fully_addressable and _is_numeric(x)):
             single = jax.jit(lambda x: pad_to(x.astype(leaf.dtype), leaf.rest_shape), out_shardings=sharding)
@@ -184,7 +185,7 @@ def place_params(params: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
             leaf.rest_shape, sharding, lambda index: _slice(leaf, host, index or ())
         )
 
-    return plan.map(one, params)
+    return plan.map(place, params)
 
 
 def _is_numeric(x: jax.Array) -> bool:
@@ -201,7 +202,7 @@ def _slice(leaf: LeafPlan, host: np.ndarray, index: tuple[slice, ...]) -> np.nda
 
 
 def make_params(make: Callable[[], PyTree], plan: ShardPlan, mesh: Mesh) -> PyTree:
-    """Run a function that makes whole parameters so that each device makes its own shards."""
+    """Run a function that makes full parameters so that each device makes its own shards."""
 
     def build() -> PyTree:
         cast = lambda leaf, x: jnp.asarray(x).astype(leaf.dtype) if leaf.dtype != jnp.result_type(x) else x

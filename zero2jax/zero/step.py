@@ -1,8 +1,10 @@
 """One training step as a pure function of global arrays, and the loss without an update. Not jitted here.
 
-Inside, `gradients` runs under a `shard_map` that is manual over the data axes. Its gradient shards leave as global
-arrays sharded over that axis, and the optimizer is plain optax on global arrays of true shape. So every optax
-transformation is right; for elementwise ones the compiler finds nothing to communicate but the scalar of a global
+In: the state at rest and a batch, global arrays sharded over the data axes. Out: the new state at rest, and metrics.
+
+`gradients` runs inside a `shard_map` that is manual over the data axes. Its gradient shards leave as global arrays
+sharded over the data axis, and what follows is plain optax, outside of it, on global arrays of true shape. So every
+optax transformation is right; for elementwise ones the compiler finds nothing to communicate but the scalar of a global
 norm, and for others it inserts what they need.
 """
 
@@ -21,7 +23,7 @@ from zero2jax.base.losses import Loss, LossTerms, SliceKey, WeightedSum
 from zero2jax.base.mesh import axis_size
 from zero2jax.base.pytrees import PyTree, path_names
 from zero2jax.base.transformation import learning_rate
-from zero2jax.zero.gradients import GradientSettings, full_params, local_gradients, local_loss
+from zero2jax.zero.gradients import Gradient, GradientSettings, full_params, local_gradients, local_loss
 from zero2jax.zero.state import Layout, TrainState, merge, pad, unpad
 
 Metrics = dict[str, Any]
@@ -35,7 +37,7 @@ class StepProgram:
       loss: from `losses.normalized`.
       tx: the optax transformation.
       mesh: device mesh.
-      layout: where the state rests.
+      layout: how the state is stored.
       settings: how gradients come about.
     """
 
@@ -49,35 +51,32 @@ class StepProgram:
         self, state: TrainState, batch: PyTree, extra_args: dict[str, Any]
     ) -> tuple[TrainState, Metrics]:
         """The state after one optimizer update, and the metrics; see `Engine.step`."""
+        settings, layout, mesh = self.settings.step, self.layout, self.mesh
         grads, totals = self.gradients(state, batch)
-        params = unpad(state.params, self.layout.params, self.mesh)
-        trained = self.layout.trained(params)
+        means = totals.mean()
+        params = unpad(state.params, layout.params, mesh)
+        old_opt_state = unpad(state.opt_state, layout.opt_state, mesh)
+        trained = layout.trained(params)
         grads = self._averaged(grads, totals, trained)
         grad_norm = clipped_norm = optax.tree.norm(grads)
-        if self.settings.step.clip_norm is not None:
-            grads, _ = optax.clip_by_global_norm(self.settings.step.clip_norm).update(
-                grads, optax.EmptyState()
-            )
-            clipped_norm = jnp.minimum(grad_norm, self.settings.step.clip_norm)
-        old_opt_state = unpad(state.opt_state, self.layout.opt_state, self.mesh)
-        means = totals.mean()
-        updates, opt_state = self.tx.update(
-            grads, old_opt_state, trained, **{"value": means.loss, **extra_args}
-        )
-        new_params = merge(optax.apply_updates(trained, updates), params, self.layout.trainable)
+        if settings.clip_norm is not None:
+            clip = optax.clip_by_global_norm(settings.clip_norm)
+            grads, _ = clip.update(grads, optax.EmptyState())
+            clipped_norm = jnp.minimum(grad_norm, settings.clip_norm)
+        extra_args = {"value": means.loss, **extra_args}
+        updates, opt_state = self.tx.update(grads, old_opt_state, trained, **extra_args)
+        new_params = merge(optax.apply_updates(trained, updates), params, layout.trainable)
         new_params = self._with_frozen(new_params, totals.frozen)
         applied = jnp.bool_(True)
-        if self.settings.step.skip_nonfinite:
+        if settings.skip_nonfinite:
             applied = jnp.isfinite(grad_norm)
-            new_params, opt_state = jax.tree.map(
-                lambda new, old: jnp.where(applied, new, old),
-                (new_params, opt_state),
-                (params, old_opt_state),
-            )
+            choose = lambda new, old: jnp.where(applied, new, old)
+            new_params = jax.tree.map(choose, new_params, params)
+            opt_state = jax.tree.map(choose, opt_state, old_opt_state)
         new_state = TrainState(
             step=state.step + 1,
-            params=pad(new_params, self.layout.params, self.mesh),
-            opt_state=pad(opt_state, self.layout.opt_state, self.mesh),
+            params=pad(new_params, layout.params, mesh),
+            opt_state=pad(opt_state, layout.opt_state, mesh),
             rng=state.rng,
         )
         metrics = {
@@ -91,46 +90,37 @@ class StepProgram:
         }
         return new_state, metrics
 
-    def gradients(self, state: TrainState, batch: PyTree) -> tuple[list[jax.Array], WeightedSum]:
+    def gradients(self, state: TrainState, batch: PyTree) -> Gradient:
         """Sums over devices and microbatches: a padded, sharded gradient per trainable leaf, and the loss terms."""
         plan = self.layout.params
         specs = [leaf.manual_spec(plan.axis_name) for leaf, t in self._leaves() if t]
-
-        def local(params: PyTree, batch: PyTree, rng: SliceKey) -> tuple[list[jax.Array], WeightedSum]:
-            return local_gradients(self.loss, self.settings, params, batch, rng)
-
-        return self.per_device(local, (specs, P()))(state.params, batch, self._step_key(state))
+        local = functools.partial(local_gradients, self.loss, self.settings)
+        return self._on_batch(local, (specs, P()))(state.params, batch, self._step_key(state))
 
     def evaluate(self, state: TrainState, batch: PyTree) -> LossTerms:
-        """The mean loss terms of a batch; parameters appear where they are used, no whole copy is made."""
-
-        def local(params: PyTree, batch: PyTree, rng: SliceKey) -> WeightedSum:
-            return local_loss(self.loss, self.settings, params, batch, rng)
-
-        totals: WeightedSum = self.per_device(local, P())(state.params, batch, self._step_key(state))
+        """The mean loss terms of a batch; parameters are gathered where they are used, no full copy is made."""
+        local = functools.partial(local_loss, self.loss, self.settings)
+        totals: WeightedSum = self._on_batch(local, P())(state.params, batch, self._step_key(state))
         return totals.mean()
 
     def full_params(self, params: PyTree) -> PyTree:
         """Full parameters in the dtypes that they are stored in, replicated, gathered a layer at a time."""
-        gathered = jax.shard_map(
-            functools.partial(full_params, self.settings),
-            mesh=self.mesh,
-            in_specs=(self.layout.params.manual_specs(),),
-            out_specs=P(),
-            axis_names=set(self.settings.axes.names),
-            check_vma=False,
-        )
-        return gathered(params)
+        local = functools.partial(full_params, self.settings)
+        return self._per_device(local, (self.layout.params.manual_specs(),), P())(params)
 
-    def per_device(self, local: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-        """`local(params, batch, rng)` under a `shard_map` that is manual over the data axes alone."""
-        axes = self.settings.axes
+    def _on_batch(self, local: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+        """`local(params, batch, key)` per device."""
+        in_specs = (self.layout.params.manual_specs(), P(self.settings.axes.batch), P())
+        return self._per_device(local, in_specs, out_specs)
+
+    def _per_device(self, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`local` under a `shard_map` that is manual over the data axes alone."""
         return jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=(self.layout.params.manual_specs(), P(axes.batch), P()),
+            in_specs=in_specs,
             out_specs=out_specs,
-            axis_names=set(axes.names),
+            axis_names=set(self.settings.axes.names),
             # typed replication would sum the gradient of a replicated value by an all-reduce of its own
             check_vma=False,
         )
