@@ -132,6 +132,30 @@ def test_a_weighted_mean_is_exact_over_groups(over):
     assert_trees_close(engine.params(state), params, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("over", [False, True])
+def test_frozen_leaves_and_sums_over_groups_are_those_of_one_level(over):
+    """The frozen leaf comes first, so that a gradient's place among gradients is not its leaf's place."""
+    after = {}
+    for name, mesh, shard_over in (
+        ("one level", zero2jax.make_mesh(data=8), False),
+        ("groups", zero2jax.make_mesh(replica=2, data=4), over),
+    ):
+        engine = zero2jax.Engine(
+            mean_loss,
+            optax.sgd(1e-3),
+            mesh,
+            precision=FP32,
+            reduction="sum",
+            trainable=lambda path, _: path != "blocks/b",
+            shard_over_replicas=shard_over,
+        )
+        state, _ = engine.step(engine.init(make_params(), batch=BATCHES[0]), BATCHES[0])
+        after[name] = engine.params(state)
+    assert_trees_close(after["groups"], after["one level"], rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_array_equal(after["groups"]["blocks"]["b"], make_params()["blocks"]["b"])
+    assert np.abs(after["groups"]["embed"] - make_params()["embed"]).max() > 100 * TOLERANCE
+
+
 def test_bf16_parameters_gathered_over_groups_are_those_of_one_level():
     losses = {}
     for name, mesh, over in (

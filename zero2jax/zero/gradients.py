@@ -26,16 +26,8 @@ from zero2jax.base import jaxprs
 from zero2jax.base.losses import Loss, SliceKey, WeightedSum
 from zero2jax.base.mesh import DataAxes
 from zero2jax.base.pytrees import PyTree
-from zero2jax.zero.exchange import (
-    Use,
-    all_gather,
-    by_layer,
-    gather,
-    psum,
-    psum_scatter,
-    reduce_grad,
-    use_of_leaf,
-)
+from zero2jax.zero import exchange
+from zero2jax.zero.exchange import Use, by_layer, gather, reduce_grad, use_of_leaf
 from zero2jax.zero.point_of_use import Standin, evaluate
 from zero2jax.zero.precision import Precision
 from zero2jax.zero.settings import StepSettings
@@ -246,7 +238,9 @@ def _group_shards(settings: GradientSettings, uses: list[Use], params: PyTree) -
         return shards
 
     def over_groups(use: Use, x: jax.Array) -> jax.Array:
-        return x if use.dim is None else all_gather(x.astype(use.dtype), replica, use.dim, use.placement)
+        if use.dim is None:
+            return x
+        return exchange.all_gather(x.astype(use.dtype), replica, use.dim, use.placement)
 
     return by_layer(over_groups, list(zip(uses, shards, strict=True)))
 
@@ -259,8 +253,8 @@ def _over_groups(settings: GradientSettings, grads: list[jax.Array]) -> list[jax
 
     def over_groups(use: Use, x: jax.Array) -> jax.Array:
         if use.dim is None or not settings.axes.rest_over_replicas:
-            return psum(x, replica, use.placement)
-        return psum_scatter(x, replica, use.dim, use.placement)
+            return exchange.psum(x, replica, use.placement)
+        return exchange.psum_scatter(x, replica, use.dim, use.placement)
 
     uses = settings.uses
     return by_layer(over_groups, [(uses[i], g) for i, g in zip(settings.trained, grads, strict=True)])

@@ -185,11 +185,11 @@ def _apply(eqn: Any, operands: list[Any], scope: Scope) -> Sequence[Any]:
             return [dataclasses.replace(first, pending=(*first.pending, eqn))]  # put off until it is gathered
     compute = lambda *xs: jaxprs.bind(eqn, [scope.value(x) for x in xs])
     small = not scope.in_loop and all(x.size <= _SMALL for x in standins)
+    # gathered here, and held until backward has read it, if it does
     if scope.holds or small or _never_saved(eqn, operands) or jaxprs.has_body(eqn):
-        return compute(*operands)  # gathered here, and held until backward has read it, if it does
-    return _recomputing(
-        compute, operands, prevent_cse=not scope.in_loop
-    )  # gathered here, and again in backward
+        return compute(*operands)
+    # gathered here, and gathered again in backward
+    return _recomputing(compute, operands, prevent_cse=not scope.in_loop)
 
 
 def _never_saved(eqn: Any, operands: Sequence[Any]) -> bool:

@@ -113,17 +113,20 @@ class ShardPlan:
         columns = [self.treedef.flatten_up_to(tree) for tree in trees]
         return self.treedef.unflatten([fun(*row) for row in zip(self.leaves, *columns, strict=True)])
 
+    def sharding(self, leaf: LeafPlan, mesh: Mesh) -> NamedSharding:
+        """The sharding of one of its leaves at rest."""
+        return NamedSharding(mesh, leaf.spec(self.axis_name))
+
     def shardings(self, mesh: Mesh) -> PyTree:
         """The sharding of each leaf at rest."""
-        return self.map(lambda leaf: NamedSharding(mesh, leaf.spec(self.axis_name)))
+        return self.map(lambda leaf: self.sharding(leaf, mesh))
 
     def rest_shapes(self, mesh: Mesh) -> PyTree:
         """`jax.ShapeDtypeStruct` of each leaf at rest: padded global shape, dtype and sharding."""
-        return self.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                leaf.rest_shape, leaf.dtype, sharding=NamedSharding(mesh, leaf.spec(self.axis_name))
-            )
+        shape = lambda leaf: jax.ShapeDtypeStruct(
+            leaf.rest_shape, leaf.dtype, sharding=self.sharding(leaf, mesh)
         )
+        return self.map(shape)
 
     def manual_specs(self) -> PyTree:
         """Per leaf, the PartitionSpec for a `shard_map` that is manual over the data axis."""
@@ -195,24 +198,20 @@ def make_shard_plan(
         named = jax.tree.map(lambda x: 0 if is_spec(x) else x, param_specs, is_leaf=is_spec)
         check_same_structure(shapes, named, "the parameters", "`param_specs`")
         specs = jax.tree.leaves(param_specs, is_leaf=is_spec)
+    plan = ShardPlan((), treedef, num_shards=num_shards, axis_name=axis_name, whole=whole)
     leaves = tuple(
-        _plan_leaf(path_names(path), x.shape, x.dtype, num_shards, int(d), spec, whole, axis_name)
+        _plan_leaf(plan, path_names(path), x, int(d), spec)
         for (path, x), d, spec in zip(flat, depth, specs, strict=True)
     )
-    return ShardPlan(leaves, treedef, num_shards, axis_name, whole)
+    return dataclasses.replace(plan, leaves=leaves)
 
 
 def _plan_leaf(
-    names: tuple[str, ...],
-    shape: tuple[int, ...],
-    dtype: Any,
-    num_shards: int,
-    layer_dims: int,
-    spec: P | None,
-    whole: str,
-    axis_name: AxisName,
+    plan: ShardPlan, names: tuple[str, ...], array: Any, layer_dims: int, spec: P | None
 ) -> LeafPlan:
-    model_spec = _full_spec("/".join(names), shape, spec, axis_name)
+    """The plan of one leaf by the rule above; of `plan`, only what holds for all leaves is read."""
+    shape, dtype, num_shards = tuple(array.shape), array.dtype, plan.num_shards
+    model_spec = _full_spec("/".join(names), shape, spec, plan.axis_name)
     layer_dims = min(layer_dims, len(shape))
     free = [i for i in range(layer_dims, len(shape)) if model_spec[i] is None and shape[i] > 1]
     size = math.prod(shape)
@@ -220,8 +219,8 @@ def _plan_leaf(
         reason = "one shard"
     elif size == 0:
         reason = "no elements"
-    elif whole:
-        reason = whole
+    elif plan.whole:
+        reason = plan.whole
     elif not shape:
         reason = "scalar"
     elif jnp.issubdtype(dtype, jax.dtypes.extended):
@@ -235,7 +234,16 @@ def _plan_leaf(
     else:
         reason = ""
     dim = None if reason else min(free, key=lambda i: padded_size(shape[i], num_shards) / shape[i])
-    return LeafPlan(names, tuple(shape), _dtype(dtype), num_shards, dim, reason, layer_dims, model_spec)
+    return LeafPlan(
+        names=names,
+        shape=shape,
+        dtype=_dtype(dtype),
+        num_shards=num_shards,
+        dim=dim,
+        reason=reason,
+        layer_dims=layer_dims,
+        model_spec=model_spec,
+    )
 
 
 def _full_spec(path: str, shape: tuple[int, ...], spec: P | None, axis_name: AxisName) -> Placement:
@@ -257,24 +265,25 @@ def _full_spec(path: str, shape: tuple[int, ...], spec: P | None, axis_name: Axi
 def check_model_axes(plan: ShardPlan, mesh: Mesh, taken: Sequence[str] = ()) -> None:
     """Raise a ValueError for model specs that name an unknown or a `taken` axis, or a dim that does not divide."""
     for leaf in plan.leaves:
+        placing = f"placing {leaf.path!r} of shape {leaf.shape} by {P(*leaf.model_spec)}"
         for size, entry in zip(leaf.shape, leaf.model_spec, strict=True):
             names = _axis_names(entry)
             if not set(taken).isdisjoint(names):
                 raise ValueError(
-                    f"placing {leaf.path!r} of shape {leaf.shape} by {P(*leaf.model_spec)}: the axes {list(taken)} "
-                    f"hold different examples. Name only the other mesh axes (tensor parallelism) in param_specs."
+                    f"{placing}: the axes {list(taken)} hold different examples. Name only the other mesh axes "
+                    f"(tensor parallelism) in param_specs."
                 )
             unknown = [n for n in names if n not in mesh.shape]
             if unknown:
                 raise ValueError(
-                    f"placing {leaf.path!r} of shape {leaf.shape} by {P(*leaf.model_spec)}: the mesh has no axis "
-                    f"{unknown[0]!r}, only {dict(mesh.shape)}. Add it in make_mesh, or leave it out of param_specs."
+                    f"{placing}: the mesh has no axis {unknown[0]!r}, only {dict(mesh.shape)}. Add it in make_mesh, or "
+                    f"leave it out of param_specs."
                 )
             parts = math.prod(mesh.shape[n] for n in names)
             if size % parts:
                 raise ValueError(
-                    f"placing {leaf.path!r} of shape {leaf.shape} by {P(*leaf.model_spec)}: a dim of {size} does not "
-                    f"divide into {parts} parts. Choose another dim, or leave this leaf out of param_specs."
+                    f"{placing}: a dim of {size} does not divide into {parts} parts. Choose another dim, or leave this "
+                    f"leaf out of param_specs."
                 )
 
 
@@ -293,13 +302,11 @@ def plan_like(shapes: PyTree, params: ShardPlan) -> ShardPlan:
         if param is not None and param.shape == tuple(x.shape):
             return dataclasses.replace(param, names=names, dtype=_dtype(x.dtype))
         layer_dims = param.layer_dims if param is not None and len(x.shape) > param.layer_dims else 0
-        return _plan_leaf(
-            names, x.shape, x.dtype, params.num_shards, layer_dims, None, params.whole, params.axis_name
-        )
+        return _plan_leaf(params, names, x, layer_dims, None)
 
     flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     leaves = tuple(plan_one(path_names(path), x) for path, x in flat)
-    return ShardPlan(leaves, treedef, params.num_shards, params.axis_name, params.whole)
+    return dataclasses.replace(params, leaves=leaves, treedef=treedef)
 
 
 def _dtype(dtype: Any) -> Any:

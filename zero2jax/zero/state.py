@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from zero2jax.base.mesh import DataAxes, axis_size, replicated
 from zero2jax.base.pytrees import LeafPredicate, PyTree, check_same_structure, path_string, select_leaves
@@ -176,7 +176,7 @@ def place_params(params: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
     """Full parameters -> padded shards, a leaf at a time and from host memory slice by slice."""
 
     def place(leaf: LeafPlan, x: Any) -> jax.Array:
-        sharding = NamedSharding(mesh, leaf.spec(plan.axis_name))
+        sharding = plan.sharding(leaf, mesh)
         if isinstance(x, jax.Array) and not (x.is_fully_addressable and _is_numeric(x)):
             single = jax.jit(lambda x: pad_to(x.astype(leaf.dtype), leaf.rest_shape), out_shardings=sharding)
             return single(x)
@@ -242,4 +242,4 @@ def pad(tree: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
 
 
 def _constrain(x: jax.Array, leaf: LeafPlan, plan: ShardPlan, mesh: Mesh) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, leaf.spec(plan.axis_name)))
+    return jax.lax.with_sharding_constraint(x, plan.sharding(leaf, mesh))
