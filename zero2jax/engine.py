@@ -174,11 +174,9 @@ class Engine:
         self.config: Mapping[str, Any] | None = None  # the configuration it was made from, for the record
         self.activations = activations
         # made once: it says what it has to say once
-        self._saving_loss = (
-            None
-            if activations is None
-            else remat_layers(losses.normalized(loss_fn), activations, mesh, data_axes=self.axes.names)
-        )
+        self._loss = losses.normalized(loss_fn)
+        if activations is not None:
+            self._loss = remat_layers(self._loss, activations, mesh, data_axes=self.axes.names)
         self._tx = checked_transformation(tx)
         self._trainable = trainable
         self._param_specs = param_specs
@@ -408,9 +406,9 @@ class Engine:
 
     def _program(self, layout: Layout, loss: Loss | None = None) -> StepProgram:
         return StepProgram(
-            loss or self._saving_loss or losses.normalized(self.loss_fn),
-            self._tx,
-            self.mesh,
-            layout,
-            GradientSettings(layout.params, layout.trainable, self.settings),
+            loss=loss or self._loss,
+            tx=self._tx,
+            mesh=self.mesh,
+            layout=layout,
+            settings=GradientSettings(plan=layout.params, trainable=layout.trainable, step=self.settings),
         )

@@ -62,10 +62,8 @@ def test_the_batch_is_cut_over_groups_and_the_state_inside_them_or_over_all_devi
     assert (axes.batch, axes.rest) == (("replica", "data"), "data")
     assert (axis_size(mesh, axes.batch), axis_size(mesh, axes.rest)) == (8, 4)
     over = data_axes(mesh, rest_over_replicas=True)
-    assert over.rest == (
-        "data",
-        "replica",
-    )  # inside a group first: gathering over the groups joins neighbours
+    # inside a group first: gathering over the groups joins neighbours
+    assert over.rest == ("data", "replica")
     assert data_axes(zero2jax.make_mesh(data=8)) == DataAxes("data", None)
 
 

@@ -127,9 +127,8 @@ def traced(name, mode):
 )
 def test_a_scanned_stack_is_gathered_and_reduced_layer_by_layer(name, mode):
     found = traced(name, mode)
-    assert {shape[-2:] for shape in found.shapes["reduce_scatter"]} == {
-        (2, WIDTH)
-    }  # 5 rows, padded to 6, over 3
+    rows = 2  # 5 rows, padded to 6, over 3
+    assert {shape[-2:] for shape in found.shapes["reduce_scatter"]} == {(rows, WIDTH)}
     assert {len(shape) for shape in (*found.shapes["all_gather"], *found.shapes["reduce_scatter"])} == {2}
     assert found.outside_loops["reduce_scatter"] == found.outside_loops["all_gather"] == 0
     assert found.in_loops["reduce_scatter"] == 1
