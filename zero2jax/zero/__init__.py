@@ -2,25 +2,26 @@
 
 One step at stage 2 or 3, on one of N devices. `w` stands for every parameter, P of them in all:
 
-    at rest        shard of w, fp32                    shards of Adam's moments
-                   4 P/N bytes                         8 P/N bytes
+    at rest       shard of w, fp32                      shards of Adam's moments
+                  4 P/N bytes                           8 P/N bytes
                       │                                         │
-   ┌─ shard_map ──────┼──────────────────────────────┐          │
-   │  stand-in      (shard, port)                    │          │
-   │  at its use      ├─ all_gather ──▶  w, bf16 ─┐  │          │
-   │                  │                           ▼  │          │
-   │                  │              loss(params, batch), your own function, unmodified
-   │                  │                           │  │          │
-   │  in backward   port ◀─ psum_scatter ── dw ◀──┘  │          │
-   └──────────────────┼──────────────────────────────┘          │
-                   shard of dw                                  │
-                      └──────▶ optax, on global arrays ◀────────┘
-    at rest        shard of w                          shards of the moments
+   ┌─ shard_map ──────┼───────────────────────────────────┐     │
+   │  stand-in   (shard, port)                            │     │
+   │  at its use      ├── all_gather ──▶ w, bf16 ──┐      │     │
+   │                  │                            ▼      │     │
+   │                  │              loss(params, batch)  │     │
+   │                  │                            │      │     │
+   │  in backward   port ◀── psum_scatter ── dw ◀──┘      │     │
+   └──────────────────┼───────────────────────────────────┘     │
+                 shard of dw                                    │
+                      └─────▶ optax, on global arrays ◀─────────┘
+                                         │
+    at rest       shard of w  ◀──────────┴────────▶  shards of the moments
 
-The trick is in the two arrows: the gradient is reduced and sharded at the place in the backward pass where it is
-made, so the full gradient of a model never exists, and neither does a full copy of its parameters at stage 3.
-`jax.grad` is taken with respect to the ports. The optimizer is plain optax, outside of the `shard_map`, on global
-arrays that happen to be sharded: any transformation is right.
+The loss is the user's own function, not a line of it changed. The trick is in the two arrows: a gradient is reduced and
+sharded at the place in the backward pass where it is made, so the full gradient of a model never exists; nor, at stage
+3, does a full copy of its parameters. `jax.grad` is taken with respect to the ports. The optimizer is plain optax,
+outside of the `shard_map`, on global arrays that happen to be sharded: any transformation is right.
 
 Three terms are used throughout:
 
