@@ -215,13 +215,13 @@ def test_restoring_inside_and_outside_set_mesh_gives_the_same_state_and_no_secon
             assert_same_values(logical(fresh, restored), expected)
             restored, _ = train(fresh, restored, make_batches(1))
             with jax.log_compiles(), warnings.catch_warnings():
-                misses = fresh._jitted_step()._cache_size()
+                misses = fresh._compiled.step._cache_size()
                 restored, _ = train(fresh, restored, make_batches(2))
-                assert fresh._jitted_step()._cache_size() == misses == 1
+                assert fresh._compiled.step._cache_size() == misses == 1
         # an engine that has stepped before restores and goes on with the program it has
-        size = engine._jitted_step()._cache_size()
+        size = engine._compiled.step._cache_size()
         train(engine, checkpointer.restore(engine)[0], make_batches(2))
-        assert engine._jitted_step()._cache_size() == size
+        assert engine._compiled.step._cache_size() == size
 
 
 def test_leaves_of_every_kind_come_back(tmp_path):

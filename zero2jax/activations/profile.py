@@ -14,6 +14,7 @@ memory the phases take is read from the compiled programs.
 import dataclasses
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from zero2jax.activations.layers import Segment
+from zero2jax.activations.layers import ActivationSettings, Segment, remat_layers
 from zero2jax.activations.policies import Policy
 from zero2jax.base import jaxprs
 from zero2jax.base.tables import aligned, readable_bytes
@@ -92,6 +93,28 @@ class ActivationProfile:
         return "\n".join(lines)
 
     __str__ = table
+
+
+def profile_loss(
+    loss: Callable[..., Any],
+    settings: ActivationSettings,
+    trace: Callable[[Callable[..., Any]], Any],
+    device: jax.Device,
+) -> ActivationProfile:
+    """The profile of a loss function's segments, as `settings` cuts them.
+
+    Args:
+      loss: the loss function.
+      settings: what is saved; partitioning and offload, which one device cannot show, are left out.
+      trace: traces the computation that the loss belongs to, with the function it is given in the place of the loss.
+      device: where to run.
+    """
+    segments: list[Segment] = []
+    local = dataclasses.replace(settings, partition_axis=None, offload=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the step's own trace says the same
+        trace(remat_layers(loss, local, on_segment=segments.append))
+    return profile_segments(segments, device)
 
 
 def profile_segments(segments: Sequence[Segment], device: jax.Device) -> ActivationProfile:

@@ -34,9 +34,9 @@ def refuse_multi_steps(opt_state: PyTree) -> None:
 
 
 _MULTI_STEPS = (
-    "reading the optimizer: it contains optax.MultiSteps, which updates on every microbatch and keeps whole "
+    "reading the optimizer: it contains optax.MultiSteps, which updates on every microbatch and keeps full "
     "accumulators. The step accumulates by itself, in shards: pass the inner transformation, and set "
-    "num_microbatches (`gradient_accumulation_steps` in a DeepSpeed JSON) with the batch of the whole step. Around "
+    "num_microbatches (`gradient_accumulation_steps` in a DeepSpeed JSON) with the batch of the step. Around "
     "zero2jax.shard_optimizer, optax.MultiSteps may go on the outside."
 )
 

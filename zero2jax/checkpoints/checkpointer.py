@@ -46,8 +46,7 @@ from zero2jax.checkpoints.state_leaves import (
     state_leaves,
 )
 from zero2jax.engine import Engine
-from zero2jax.zero.state import TrainState
-from zero2jax.zero.step import check_state
+from zero2jax.zero.state import TrainState, check_state
 
 _WAIT_AFTER_ERROR_S = 60  # for the threads of all processes to commit a save in progress
 _OTHER_PROCESS = "another process could not write and says why, or does not see this directory"

@@ -23,15 +23,9 @@ from jax.sharding import PartitionSpec as P
 from zero2jax.base.mesh import DATA_AXIS, check_mesh
 from zero2jax.base.pytrees import PyTree, is_function, shapes_of
 from zero2jax.base.transformation import checked_transformation, refuse_multi_steps
-from zero2jax.zero import padding
-from zero2jax.zero.shard_plan import (
-    LeafPlan,
-    ShardPlan,
-    check_model_axes,
-    guess_layer_dims,
-    make_shard_plan,
-    plan_like,
-)
+from zero2jax.zero.layer_dims import guess_layer_dims
+from zero2jax.zero.shard_plan import LeafPlan, ShardPlan, check_model_axes, make_shard_plan, plan_like
+from zero2jax.zero.state import pad, unpad
 
 
 def shard_optimizer(
@@ -95,7 +89,7 @@ class _Sharded:
     def init(self, params: PyTree) -> PyTree:
         """The state of new parameters, padded and in shards."""
         _, state_plan = self._plans(params)
-        build = lambda params: padding.pad(self.inner.init(params), state_plan, self.mesh)
+        build = lambda params: pad(self.inner.init(params), state_plan, self.mesh)
         return jax.jit(build, out_shardings=state_plan.shardings(self.mesh))(params)
 
     def update(
@@ -112,12 +106,12 @@ class _Sharded:
         shards = None if params is None else plan.map(self._sharded, plan.map(self._stored, params))
         updates, state = self.inner.update(
             plan.map(self._sharded, plan.map(self._full_if_padded, grads)),
-            padding.cut(state, state_plan, self.mesh),
+            unpad(state, state_plan, self.mesh),
             shards,
             **traced,
             **dict(static),
         )
-        return plan.map(self._stored, updates), padding.pad(state, state_plan, self.mesh)
+        return plan.map(self._stored, updates), pad(state, state_plan, self.mesh)
 
     def _plans(self, params: PyTree) -> tuple[ShardPlan, ShardPlan]:
         shapes = shapes_of(params)
