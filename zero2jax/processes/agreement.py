@@ -20,8 +20,34 @@ from jax.sharding import Mesh
 from zero2jax.base.pytrees import PyTree, path_string
 
 _SAMPLED = 1 << 16  # elements compared of a leaf: another seed differs everywhere
+_HOST_BYTES = 64  # of a host's name
 # The address of a Python function that the step calls back (jax.debug.print, say): another in each process.
 _ADDRESS = re.compile(r"backend_config = \"\d+\"|\b(?:ptr|index) = \d+")
+
+
+def all_agree(flag: bool) -> bool:
+    """Whether `flag` is true in every process: the same answer in all of them. All must call it, in the same order.
+
+    It waits for the other processes; a single process answers at once.
+    """
+    return (
+        flag if jax.process_count() == 1 else bool(np.all(multihost_utils.process_allgather(np.bool_(flag))))
+    )
+
+
+def gather_with_hosts(row: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
+    """(row of every process, stacked; name of every process's host), by process index. All must call it.
+
+    Args:
+      row: NumPy array of one shape and dtype in all processes.
+    """
+    name = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
+    host = np.frombuffer(name, np.uint8)
+    rows, hosts = row[None], host[None]
+    if jax.process_count() > 1:
+        rows, hosts = multihost_utils.process_allgather((row, host))
+    names = tuple(bytes(x).rstrip(b"\0").decode(errors="replace") for x in np.asarray(hosts))
+    return np.asarray(rows), names
 
 
 def spans_processes(mesh: Mesh) -> bool:
@@ -76,12 +102,6 @@ def _own(values: PyTree) -> Iterator[tuple[str, np.ndarray]]:
             yield path_string(path), np.asarray(x)
 
 
-_HOST_BYTES = 64
-
-
-_DIGEST_BYTES = 32
-
-
 def expect_same(name: str, value: Any) -> None:
     """Refuse to go on unless all processes have the same value. All of them must call it, in the same order.
 
@@ -106,16 +126,12 @@ def expect_all_same(values: Mapping[str, Any]) -> None:
         return
     texts = {name: _text(value) for name, value in values.items()}
     digests = [hashlib.sha256(f"{name}\0{text}".encode()).digest() for name, text in texts.items()]
-    host = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
-    row = np.frombuffer(host + b"".join(digests), np.uint8)
-    rows = [bytes(row) for row in np.asarray(multihost_utils.process_allgather(row))]
+    row = np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), -1)
+    rows, hosts = gather_with_hosts(row)  # (processes, values, bytes of a digest)
     problems = []
     for k, (name, text) in enumerate(texts.items()):
-        place = slice(_HOST_BYTES + k * _DIGEST_BYTES, _HOST_BYTES + (k + 1) * _DIGEST_BYTES)
         different = [
-            f"{i} (host {row[:_HOST_BYTES].rstrip(bytes(1)).decode(errors='replace')})"
-            for i, row in enumerate(rows)
-            if row[place] != rows[0][place]
+            f"{i} (host {hosts[i]})" for i in np.flatnonzero(np.any(rows[:, k] != rows[0, k], axis=1))
         ]
         if different:
             here = text if len(text) <= 300 else text[:300] + " ..."

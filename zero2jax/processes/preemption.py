@@ -10,7 +10,8 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 import jax
-import numpy as np
+
+from zero2jax.processes.agreement import all_agree
 
 PREEMPTED_EXIT_CODE = 75
 """What a program exits with that saved on request and wants to be resumed: EX_TEMPFAIL of sysexits.h, "try again".
@@ -45,13 +46,9 @@ class Preemption:
 
     def should_stop(self, step: int) -> bool:
         """Whether to save and exit after this step; the same answer in every process that asks at the same step."""
-        if jax.process_count() == 1:
-            return self.received is not None
-        if step % self.check_every:
+        if jax.process_count() > 1 and step % self.check_every:
             return False
-        from jax.experimental import multihost_utils
-
-        return bool(np.any(multihost_utils.process_allgather(np.bool_(self.received is not None))))
+        return not all_agree(self.received is None)
 
     def __enter__(self) -> Self:
         for number in self.signals:

@@ -6,16 +6,13 @@ nothing. What differs is the time that a process does not wait for its devices: 
 """
 
 import contextlib
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
-_HOST_BYTES = 64
+from zero2jax.processes.agreement import gather_with_hosts
 
 
 @dataclass(frozen=True)
@@ -78,10 +75,6 @@ class StepClock:
         It waits for the other processes, for some milliseconds: once in many steps.
         """
         own_s = (time.perf_counter() - self._start_s - self._waited_s) / max(1, self._num_steps)
-        host = np.frombuffer(socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0"), np.uint8)
-        times, hosts = np.array([own_s], np.float32), host[None]
-        if jax.process_count() > 1:
-            times, hosts = multihost_utils.process_allgather((np.float32(own_s), host))
+        own, hosts = gather_with_hosts(np.array(own_s, np.float32))
         self._restart()
-        names = tuple(bytes(row).rstrip(b"\0").decode(errors="replace") for row in np.asarray(hosts))
-        return StepTimes(tuple(float(t) for t in np.ravel(times)), names)
+        return StepTimes(own_s=tuple(float(x) for x in own), hosts=hosts)
