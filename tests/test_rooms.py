@@ -25,7 +25,15 @@ MAY_IMPORT = {
 PRIVATE = {
     "zero": {"exchange", "point_of_use"},
     "config": {"keys", "params", "rules", "schedules", "optimizers", "compiler_options"},
-    "checkpoints": {"directory", "extra", "matching", "orbax_handler", "state_leaves", "safetensors_file"},
+    "checkpoints": {
+        "directory",
+        "extra",
+        "matching",
+        "orbax_handler",
+        "saver",
+        "state_leaves",
+        "safetensors_file",
+    },
     "processes": {"roll_call"},
     "planning": {"picture"},
     "launching": {"supervise"},

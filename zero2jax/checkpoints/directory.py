@@ -16,7 +16,8 @@ def check_directory(directory: Path) -> None:
         return
     if not directory.is_dir():
         raise CheckpointError(f"opening {directory} for checkpoints: it is a file. Give a directory.")
-    others = sorted(p.name for p in directory.iterdir() if not _is_ours(p))
+    # Whoever saves here may delete a folder between its listing and a look into it.
+    others = sorted(p.name for p in directory.iterdir() if not _is_ours(p) and os.path.lexists(p))
     if others:
         raise CheckpointError(
             f"opening {directory} for checkpoints: it holds something else, {others[:5]}. Retention deletes folders "

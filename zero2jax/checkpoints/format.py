@@ -172,10 +172,6 @@ class Checkpoint:
         self.fill(leaf, [(tuple((0, n) for n in leaf.shape), out)])
         return out
 
-    def blocks(self, leaf: SavedLeaf) -> list[Block]:
-        """The blocks of a leaf in the order of their place in it."""
-        return sorted(leaf.blocks, key=lambda b: b.start)
-
     def fill(self, leaf: SavedLeaf, targets: Sequence[tuple[Box, np.ndarray]]) -> None:
         """Fill arrays from boxes of a leaf, converting to their dtypes. Each block that is needed is read once.
 
@@ -273,11 +269,16 @@ class Checkpoint:
 
     def _check_sizes(self) -> None:
         for file, (size, _, _) in self._files.items():
-            path = self._state / file
-            found = path.stat().st_size if path.is_file() else None
-            if found != size:
-                state = "it is missing" if found is None else f"it has {found} bytes"
-                raise DamagedError(f"{self._reading(file)}: {state}, and {size} bytes were written.")
+            try:
+                actual = (self._state / file).stat().st_size
+            except FileNotFoundError:
+                raise DamagedError(
+                    f"{self._reading(file)}: it is missing, and {size} bytes were written."
+                ) from None
+            if actual != size:
+                raise DamagedError(
+                    f"{self._reading(file)}: it has {actual} bytes, and {size} bytes were written."
+                )
 
     def _check_header(self, file: str) -> None:
         if file in self._checked:
@@ -320,11 +321,11 @@ def cut_into_blocks(
 
 def list_steps(directory: Path) -> list[int]:
     """The steps whose checkpoints in `directory` are complete, in order."""
-    if not directory.is_dir():
+    try:
+        paths = list(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(
-        int(p.name) for p in directory.iterdir() if p.name.isdecimal() and (p / ITEM / MANIFEST).exists()
-    )
+    return sorted(int(p.name) for p in paths if p.name.isdecimal() and (p / ITEM / MANIFEST).exists())
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Path:

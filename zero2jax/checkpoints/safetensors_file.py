@@ -200,13 +200,6 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return found, metadata
 
 
-def read(path: Path, tensor: Tensor) -> np.ndarray:
-    """The values of one tensor, a fresh array."""
-    data = np.empty(tensor.num_bytes, np.uint8)
-    read_at(path, tensor.offset, data)
-    return data.view(tensor.dtype).reshape(tensor.shape)
-
-
 def read_at(path: Path, offset: int, out: np.ndarray) -> None:
     """Fill `out` (uint8) from the bytes of a file at `offset`.
 

@@ -10,7 +10,7 @@ import functools
 import importlib.metadata
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -19,7 +19,6 @@ import numpy as np
 
 from zero2jax.base.pytrees import path_string
 from zero2jax.checkpoints.format import Box, Checkpoint, CheckpointError, SavedLeaf, cut_into_blocks, part_of
-from zero2jax.engine import Engine
 from zero2jax.zero.state import Layout, TrainState
 
 _HOST_BYTES = 256 * 2**20  # of the shards of one leaf that wait on the host at a time
@@ -170,8 +169,17 @@ def _read_boxes(
     return [functools.partial(shard, i) for i in range(len(keys))]
 
 
-def manifest_info(engine: Engine) -> dict[str, Any]:
-    """What a manifest says of the engine and of the versions, in JSON's own types."""
+def manifest_info(
+    settings: Mapping[str, Any], config: Mapping[str, Any] | None, layout: Layout, mesh: jax.sharding.Mesh
+) -> dict[str, Any]:
+    """What a manifest says of the engine and of the versions, in JSON's own types; `format` lists the keys.
+
+    Args:
+      settings: plain values by name, those of the step.
+      config: the configuration file that the engine was built from, if any.
+      layout: the layout of the state.
+      mesh: device mesh.
+    """
     packages = ("zero2jax", "jax", "numpy", "optax", "orbax-checkpoint")
     versions = {}
     for package in packages:
@@ -181,13 +189,10 @@ def manifest_info(engine: Engine) -> dict[str, Any]:
             versions[package] = "unknown"
     info = {
         "versions": versions,
-        "config": engine.config,
-        "engine": {
-            **engine.settings.plain,
-            "mesh": {name: int(size) for name, size in engine.mesh.shape.items()},
-        },
+        "config": config,
+        "engine": {**settings, "mesh": {name: int(size) for name, size in mesh.shape.items()}},
         "rng_impl": default_key_impl(),
-        "containers": optimizer_containers(engine.layout),
+        "containers": optimizer_containers(layout),
     }
     plain = lambda x: x.tolist() if isinstance(x, np.ndarray | np.generic | jax.Array) else str(x)
     return cast(dict[str, Any], json.loads(json.dumps(info, default=plain)))
