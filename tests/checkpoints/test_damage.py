@@ -19,7 +19,7 @@ from helpers import assert_trees_equal, make_batches, make_engine, make_params, 
 from spawn import PROGRAMS, environment
 
 from zero2jax import Checkpointer, CheckpointError
-from zero2jax.checkpoints import orbax_handler, safetensors_file
+from zero2jax.checkpoints import safetensors_file
 from zero2jax.checkpoints.format import Checkpoint, DamagedError, list_steps
 
 
@@ -147,7 +147,11 @@ def test_full_disk_is_said_and_leaves_state_and_earlier_checkpoints_alone(
     state, _ = Checkpointer(copy).restore(engine)
     expected = jax.device_get(state)
     with Checkpointer(copy, engine, asynchronous=asynchronous, max_to_keep=2) as checkpointer:
-        save = lambda: (checkpointer.save(3, state), checkpointer.wait())
+
+        def save():
+            checkpointer.save(3, state)
+            checkpointer.wait()
+
         with monkeypatch.context() as patch:
             patch.setattr(safetensors_file.os, "pwrite", full)
             with pytest.raises(
@@ -232,14 +236,12 @@ def test_folders_deleted_by_hand_may_be_saved_again(tmp_path, engine):
 
 
 def test_a_second_checkpointer_that_saves_nothing_leaves_a_save_in_progress_alone(
-    tmp_path, engine, monkeypatch
+    tmp_path, engine, may_write
 ):
-    go, write = threading.Event(), orbax_handler.write_process_file
-    monkeypatch.setattr(orbax_handler, "write_process_file", lambda *args: (go.wait(60), write(*args)))
     with Checkpointer(tmp_path, engine) as checkpointer:
         checkpointer.save(1, engine.init(make_params()))
         Checkpointer(tmp_path, engine).close()
-        go.set()
+        may_write.set()
     assert list_steps(tmp_path) == [1]
 
 
