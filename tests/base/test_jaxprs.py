@@ -108,6 +108,23 @@ def test_scan_parts_counts_operands_in_order(reverse):
     assert len(jaxprs.inputs(parts.body)) == 6
 
 
+def test_a_rebuilt_scan_is_the_scan_it_was_made_from():
+    def fun(a, c, xs):
+        step = lambda carry, x: (carry * a + x["w"], x["w"] - carry)
+        return jax.lax.scan(step, c, xs, reverse=True)
+
+    a, c, xs = jnp.float32(2), jnp.float32(3), {"w": jnp.arange(4.0)}
+    eqn = equation(fun, a, c, xs, name="scan")
+    parts = jaxprs.scan_parts(eqn)
+
+    def step(a, c, slices):  # the scanned-over operand is a pytree here
+        return jaxprs.evaluate(parts.body, [a, c, slices["only"]], jaxprs.bind)
+
+    operands = [a, c, {"only": xs["w"]}]
+    again = jaxprs.rebuild_scan(step, parts.num_consts, parts.num_carry, operands, parts.options)
+    assert_trees_equal(again, list(fun(a, c, xs)))
+
+
 def test_checkpoint_options_rebuild_the_same_checkpoint():
     policy = jax.checkpoint_policies.dots_saveable
     eqn = equation(jax.checkpoint(lambda x: jnp.sin(x), policy=policy, prevent_cse=False), 1.0)

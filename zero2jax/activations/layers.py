@@ -272,7 +272,7 @@ class _Rewriter:
             return jax.checkpoint(lambda *xs: self.walk(body, xs, from_params), **options)(*operands)  # type: ignore[no-any-return]
         parts = jaxprs.scan_parts(eqn)
         step = lambda *xs: self.walk(body, xs, from_params)
-        return _scan(step, parts.num_consts, parts.num_carry, operands, parts.options)
+        return jaxprs.rebuild_scan(step, parts.num_consts, parts.num_carry, operands, parts.options)
 
     def _policy(self, own: Any | None) -> tuple[Policy, bool]:
         """What a segment saves, and whether each layer in it is checkpointed again."""
@@ -311,7 +311,9 @@ class _Rewriter:
 
         def segment(*arrays: Any) -> tuple[Any, ...]:
             inner = jax.checkpoint(layer, prevent_cse=False) if nested else layer
-            return tuple(_scan(inner, num_consts, num_carry, arrays, options | {"length": None}))
+            return tuple(
+                jaxprs.rebuild_scan(inner, num_consts, num_carry, arrays, options | {"length": None})
+            )
 
         kept = [self.boundary.applies_to(x) for x in carry]
         kept = [*[False] * num_consts, *kept, *[False] * len(xs)]
@@ -323,7 +325,7 @@ class _Rewriter:
             shapes = [*map(_shape, fixed), *(_shape(x, dropped=1) for x in slices)]
             self.on_segment(Segment(run, tuple(shapes), tuple(kept), policy, num_layers, options["length"]))
             wrapped = self.boundary.wrap(run, policy, kept, prevent_cse=False)
-            return _scan(wrapped, num_consts, num_carry, arrays, options)
+            return jaxprs.rebuild_scan(wrapped, num_consts, num_carry, arrays, options)
 
         if num_segments == length:
             return loop(layer, 1, [*consts, *carry, *xs], options)
@@ -412,21 +414,3 @@ def _segments(num_layers: int, num_segments: int) -> list[tuple[int, int, int]]:
     size, longer = divmod(num_layers, num_segments)
     found = [(0, longer, size + 1), (longer * (size + 1), num_segments - longer, size)]
     return [part for part in found if part[1]]
-
-
-def _scan(
-    step: Callable[..., Sequence[Any]],
-    num_consts: int,
-    num_carry: int,
-    operands: Sequence[Any],
-    options: dict[str, Any],
-) -> list[Any]:
-    """`jax.lax.scan` over flat operands: `step(*consts, *carry, *slices)` -> `[*carry, *ys]`."""
-    consts, rest = list(operands[:num_consts]), list(operands[num_consts:])
-
-    def body(carry: tuple[Any, ...], slices: tuple[Any, ...]) -> tuple[Any, Any]:
-        out = step(*consts, *carry, *slices)
-        return tuple(out[:num_carry]), tuple(out[num_carry:])
-
-    carry, ys = jax.lax.scan(body, tuple(rest[:num_carry]), tuple(rest[num_carry:]), **options)
-    return [*carry, *ys]
