@@ -24,6 +24,7 @@ MAY_IMPORT = {
 # Modules of a room that other rooms leave alone.
 PRIVATE = {
     "zero": {"exchange", "point_of_use"},
+    "activations": {"boundary", "layer_search", "rewriter"},
     "config": {"keys", "params", "rules", "schedules", "optimizers", "compiler_options"},
     "checkpoints": {
         "directory",
