@@ -215,7 +215,7 @@ class Checkpointer:
         return restored_state(layout.abstract_state(mesh), restored), extra
 
     def info(self, step: int | None = None) -> dict[str, Any]:
-        """What a checkpoint says of itself: `versions`, `config`, `engine` (stage, mesh, batch) and `rng_impl`."""
+        """What a checkpoint records beside the arrays: `versions`, `config`, `engine` (settings, mesh), `rng_impl`."""
         return Checkpoint(find_checkpoint(self.directory, step)).info
 
     def latest_step(self) -> int | None:

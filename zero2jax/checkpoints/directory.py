@@ -46,7 +46,7 @@ def clear_failed(directory: Path) -> None:
 
 
 def unfinished(directory: Path, step: int) -> list[str]:
-    """Names of what a failed save of a step left. A complete checkpoint of it is another program's and not among."""
+    """Names of what a failed save of a step left; not a complete checkpoint of it, which is another program's."""
     failed = [str(step)] if (directory / str(step) / ITEM / FAILED).exists() else []
     return [*failed, *(p.name for p in directory.glob(f"{step}{TEMPORARY}*"))]
 

@@ -4,7 +4,7 @@
 at most `PIECE_BYTES`, so a model larger than the host's memory passes through. `load_exported` maps files instead of
 reading them; `engine.init` then takes from the map only what each device holds.
 
-A model above the size of one file is cut into several with an index, named as Hugging Face names them:
+A model above the size of one file is written as several with an index, named as Hugging Face names them:
 `model-00001-of-00003.safetensors` and `model.safetensors.index.json`.
 """
 
@@ -55,7 +55,7 @@ def export_checkpoint(
       out: a path that ends in `.safetensors`.
       step: which checkpoint; the latest by default.
       dtype: floating leaves are converted to it. By default fp32 masters stay fp32 and frozen leaves as they are.
-      max_file_bytes: if the tensors are larger together, several files; a tensor is never cut.
+      max_file_bytes: if the tensors are larger together, several files; a tensor is never divided.
       aliases: further names of tied parameters, `{"head/kernel": "embed"}`. A tensor is written once, the file's
         metadata says which other names it has, and `load_exported` gives it under all of them. A leaf of the
         checkpoint that has an alias's name must hold the same values.
@@ -123,7 +123,7 @@ def load_exported(
 ) -> Any:
     """Tensors of safetensors files, mapped into memory and not read: what is used is read when it is used.
 
-    `engine.init(load_exported(path, shapes))` reads each device's part into its shards and builds no whole copy.
+    `engine.init(load_exported(path, shapes))` reads each device's part into its shards and builds no full copy.
 
     Args:
       path: a `.safetensors` file, an `.index.json`, or a folder that holds one index or one file.
@@ -213,7 +213,7 @@ def _write_group(
             overflowed[tensor.name] = overflowed.get(tensor.name, 0) + count
         return values
 
-    # Under another name until it is whole.
+    # Under another name until it is complete.
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     try:

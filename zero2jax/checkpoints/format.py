@@ -1,16 +1,26 @@
 """What lies on disk: a manifest and safetensors files, and a reader that checks every byte it uses. NumPy only.
 
-    DIR/40/state/manifest.json              leaves by name: true shape, dtype, and the blocks they are cut into
+    DIR/40/state/manifest.json              leaves by name: true shape, dtype, and the blocks they are divided into
     DIR/40/state/manifest.json.sha256       its checksum, as `sha256sum -c` reads it
     DIR/40/state/00000-of-00002.safetensors one file per process that saved, holding blocks
 
 The saved tree is the logical one: a flat mapping from leaf names (`params/blocks/w`, `opt_state/0/mu/blocks/w`,
-`step`, `rng`) to arrays of their true shapes. A block is a box of one leaf, at most `BLOCK_BYTES` large; how blocks
-are cut follows the shards that were saved, and nothing else in a checkpoint knows of devices, stages or padding. A
-reader takes the blocks that meet the box it wants, so any number of devices fits.
+`step`, `rng`) to arrays of their true shapes. A block is a box of one leaf, at most `BLOCK_BYTES` large. The blocks
+follow the shards that were saved; nothing else in a checkpoint knows of devices, stages or padding. A reader takes the
+blocks that meet the box it wants, so any number of devices fits.
 
 Every block has a CRC-32 in the manifest, every file its size and a CRC-32 of its header, and the manifest its
 SHA-256: a missing, shortened or altered file is refused by name and never read as zeros.
+
+Beside `format`, `version`, `step`, `leaves`, `files` and `extra`, a manifest records what no reader needs to find the
+arrays (`Checkpoint.info`):
+
+    versions      of zero2jax, jax, numpy, optax and orbax-checkpoint
+    config        the configuration file that the engine was built from, or null
+    engine        `StepSettings.plain`, and `mesh`: axis sizes by name
+    rng_impl      implementation of random keys; another one is refused
+    frozen_saved  whether frozen parameters were saved
+    containers    class names of the named tuples in the optimizer's state, by path; others are refused
 """
 
 import concurrent.futures
@@ -129,7 +139,7 @@ class Checkpoint:
     Attributes:
       step: number of steps taken when it was saved.
       leaves: `SavedLeaf` by name, without the arrays of `extra`.
-      info: the manifest's remarks: `versions`, `config`, `engine`, `rng_impl`.
+      info: what the manifest records beside the arrays; the keys are listed at the top of this module.
       bytes_read: bytes of blocks read so far.
 
     Raises:
@@ -167,7 +177,7 @@ class Checkpoint:
         return checkpoint_extra.decode(self._extra, arrays)
 
     def array(self, leaf: SavedLeaf) -> np.ndarray:
-        """A whole leaf as a NumPy array of its true shape."""
+        """A full leaf as a NumPy array of its true shape."""
         out = np.empty(leaf.shape, leaf.dtype)
         self.fill(leaf, [(tuple((0, n) for n in leaf.shape), out)])
         return out
@@ -186,7 +196,7 @@ class Checkpoint:
         jobs = [(b, [(box, out) for box, out in targets if _meet(b.box, box)]) for b in leaf.blocks]
         jobs = [(block, hit) for block, hit in jobs if hit]
 
-        def one(job: tuple[Block, list[tuple[Box, np.ndarray]]]) -> None:
+        def fill_from(job: tuple[Block, list[tuple[Box, np.ndarray]]]) -> None:
             block, hit = job
             values = self.read_block(leaf, block)
             for box, out in hit:
@@ -197,9 +207,9 @@ class Checkpoint:
 
         if len(jobs) < 2:
             for job in jobs:
-                one(job)
+                fill_from(job)
         else:
-            _run(one, jobs)
+            _run(fill_from, jobs)
 
     def read_block(self, leaf: SavedLeaf, block: Block) -> np.ndarray:
         """The values of one block, checked against its CRC-32; a fresh array."""
@@ -301,7 +311,7 @@ def cut_into_blocks(
 ) -> list[Box]:
     """Boxes of at most `limit` bytes (or one element) that cover a box, in C order; none for an empty box.
 
-    Cut along the first dims, so that a block is contiguous in the box.
+    Divided along the first dims, so that a block is contiguous in the box.
 
     Example:
       >>> cut_into_blocks((4, 0), (3, 2), itemsize=4, limit=16)

@@ -4,7 +4,7 @@ A file is 8 bytes (little-endian length of the header), the header (JSON: name -
 tensors without gaps. Both the files of a checkpoint and what `zero2jax export` writes are such files, so every tool
 that reads safetensors can look into them. Format: https://github.com/huggingface/safetensors, format section.
 
-Why not the `safetensors` package: it writes a file from a dict of whole arrays, and a checkpoint of more than the
+Why not the `safetensors` package: it writes a file from a dict of full arrays, and a checkpoint of more than the
 host's memory has to be written in parts and in parallel.
 """
 
