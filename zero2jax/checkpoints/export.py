@@ -84,16 +84,7 @@ def export_checkpoint(
     leaves = {name: leaf for name, leaf in leaves.items() if name not in aliases}
     tensors = [Tensor(name, _export_dtype(leaf, dtype), leaf.shape) for name, leaf in leaves.items()]
     groups = _group(tensors, max_file_bytes)
-    index = out.with_name(out.name + ".index.json")
-    paths = [out]
-    if len(groups) > 1:
-        stem = f"{out.stem}-{{:05}}-of-{len(groups):05}.safetensors"
-        paths = [out.with_name(stem.format(i + 1)) for i in range(len(groups))]
-    there = [str(p) for p in (out, index, *paths) if p.exists()]
-    if there:
-        raise CheckpointError(
-            f"exporting {source.folder}: {there[0]} exists. Remove it, or give another path."
-        )
+    index, paths = _paths(source, out, len(groups))
     metadata = _FORMAT | ({"aliases": json.dumps(aliases)} if aliases else {})
     overflowed: dict[str, int] = {}
     for path, group in zip(paths, groups, strict=True):
@@ -144,11 +135,11 @@ def load_exported(
     leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes_of(like))
     names = [path_string(key_path) or BARE for key_path, _ in leaves]
     check_prefixes(renamed_prefixes(rename), names, f"loading {path}", "rename")
-    found, wrong = [], []
+    chosen, wrong = [], []
     for key_path, shape in leaves:
         name = path_string(key_path) or BARE
         array = arrays.get(source(name))
-        found.append(array)
+        chosen.append(array)
         if array is None:
             wrong.append(f"{name!r} {shape.dtype}{list(shape.shape)}: no tensor {source(name)!r}")
         elif array.shape != shape.shape or _kind(array.dtype) != _kind(shape.dtype):
@@ -161,7 +152,7 @@ def load_exported(
             "\n  ".join([f"loading {path}: {len(wrong)} parameters do not fit", *wrong[:8]])
             + f"\nTensors that no parameter took: {some}. Give their names with rename=."
         )
-    return jax.tree.unflatten(treedef, found)
+    return jax.tree.unflatten(treedef, chosen)
 
 
 def parse_bytes(text: str) -> int:
@@ -175,9 +166,8 @@ def parse_bytes(text: str) -> int:
       (1500000000, 2097152)
     """
     units = {"": 1, "b": 1}
-    units |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)} | {
-        f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)
-    }
+    for power, prefix in enumerate("kmgt", 1):
+        units |= {f"{prefix}b": 1000**power, f"{prefix}ib": 1024**power}
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if not match or match[2] not in units or float(match[1]) == 0:
         raise ValueError(f"reading a size: {text!r} is none. Write a number and a unit, as in 5GB or 500MB.")
@@ -237,6 +227,21 @@ def _check_out(source: Checkpoint, out: Path) -> None:
         raise CheckpointError(f"exporting {source.folder} to {out}: {error.strerror}.") from error
 
 
+def _paths(source: Checkpoint, out: Path, num_files: int) -> tuple[Path, list[Path]]:
+    """(path of the index of several files, paths of the files); none of them may exist."""
+    index, paths = out.with_name(out.name + ".index.json"), [out]
+    if num_files > 1:
+        paths = [
+            out.with_name(f"{out.stem}-{i + 1:05}-of-{num_files:05}.safetensors") for i in range(num_files)
+        ]
+    existing = [str(p) for p in (out, index, *paths) if p.exists()]
+    if existing:
+        raise CheckpointError(
+            f"exporting {source.folder}: {existing[0]} exists. Remove it, or give another path."
+        )
+    return index, paths
+
+
 def _group(tensors: Sequence[Tensor], limit: int | None) -> list[list[Tensor]]:
     groups: list[list[Tensor]] = [[]]
     size = 0
@@ -288,12 +293,12 @@ def _kind(dtype: DTypeLike) -> str:
 
 def _mapped(path: Path) -> dict[str, np.ndarray]:
     if path.is_dir():
-        found = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.safetensors"))
-        if len(found) != 1:
+        files = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.safetensors"))
+        if len(files) != 1:
             raise FileError(
-                f"reading {path}: it holds {[p.name for p in found]}. Give the path of one file or index."
+                f"reading {path}: it holds {[p.name for p in files]}. Give the path of one file or index."
             )
-        path = found[0]
+        path = files[0]
     elif not path.exists() and path.with_name(path.name + ".index.json").exists():
         path = path.with_name(path.name + ".index.json")
     if path.suffix != ".json":
