@@ -136,8 +136,8 @@ def main(args: Args) -> None:
     largest = save_figure(args.out / "resume.png", uninterrupted, parts)
     last, last_in_parts = uninterrupted[-1]["loss"], parts[-1][1][-1]["loss"]
     print(
-        f"last loss {last:.4f} uninterrupted, {last_in_parts:.4f} in parts; they differ by at most {largest:.1e} in any "
-        f"of {args.steps} steps; took {time.perf_counter() - start_s:.0f} s. See {args.out}/resume.png"
+        f"last loss {last:.4f} uninterrupted, {last_in_parts:.4f} in parts; they differ by at most {largest:.1e} in "
+        f"any of {args.steps} steps; took {time.perf_counter() - start_s:.0f} s. See {args.out}/resume.png"
     )
 
 
