@@ -63,6 +63,7 @@ def remat_layers(
         that names a tensor which no layer has; `contiguous` for an unrolled model.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> def loss(params, x):
       ...     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0].mean()
       >>> saving = remat_layers(loss, ActivationSettings(num_checkpoints=2))
