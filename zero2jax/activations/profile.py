@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from zero2jax.activations.policies import Policy
 from zero2jax.activations.layers import Segment
+from zero2jax.activations.policies import Policy
 from zero2jax.base import jaxprs
 from zero2jax.base.tables import aligned, readable_bytes
 
