@@ -30,3 +30,7 @@ def program(num_examples=16):
     return zero2jax.Program(
         loss_fn, {"w": shape(LAYERS, WIDTH, WIDTH)}, shape(num_examples, WIDTH), optax.adam(1e-2)
     )
+
+
+def not_a_program():
+    return 3

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 TESTS = Path(__file__).parent
+PROGRAMS = TESTS / "programs_run"
 TIMEOUT_S = 240  # of one run; an order of magnitude above what any takes on two busy cores
 
 
@@ -55,45 +56,38 @@ def results(done):
     return found
 
 
+# Of code in a string; a program in a file imports `programs_run/worker.py`.
 PRELUDE = """
 import json, os, sys
-sys.path.insert(0, {tests!r})
-import jax
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
-index, count, port = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-if count > 1:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{{port}}", count, index)
+sys.path[:0] = [{tests!r}, {programs!r}]
+from worker import count, index, jax
 import numpy as np, optax, zero2jax
 from helpers import make_batches, make_engine, make_params
-
-def values(state):
-    return [np.asarray(s.data) for x in jax.tree.leaves(state) for s in x.addressable_shards]
-
-def memory(name):
-    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name))
-
-def peak_above_now(act):
-    open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts again
-    before = memory("VmRSS")
-    result = act()
-    return memory("VmHWM") - before, result
 """
 
 
-def run_processes(code, count, tests=TESTS, timeout_s=240):
+def run_processes(code, count, tests=TESTS, timeout_s=TIMEOUT_S):
     """Run code in several processes that know each other; what each printed as JSON on its last line."""
+    text = PRELUDE.format(tests=str(tests), programs=str(PROGRAMS)) + textwrap.dedent(code)
+    return _run(["-c", text], (), count, timeout_s)
+
+
+def run_program(name, *arguments, count=2, timeout_s=TIMEOUT_S):
+    """Run a file of `programs_run/` as `run_processes` runs code, with arguments that end in `sys.argv`."""
+    return _run([str(PROGRAMS / name)], tuple(map(str, arguments)), count, timeout_s)
+
+
+def _run(program, arguments, count, timeout_s):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    text = PRELUDE.format(tests=str(tests)) + textwrap.dedent(code)
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", text, str(i), str(count), str(port)],
+            [sys.executable, *program, str(i), str(count), str(port), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
         )
         for i in range(count)
     ]

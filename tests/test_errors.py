@@ -73,6 +73,15 @@ def test_a_mesh_without_the_data_axis_is_refused():
         zero2jax.Engine(mean_loss, optax.sgd(1.0), zero2jax.make_mesh(fsdp=8))
 
 
+def test_a_mesh_that_calls_its_data_axis_otherwise_is_told_how_to_say_so():
+    mesh = zero2jax.make_mesh(dp=4)
+    with pytest.raises(ValueError, match=r"axis 'data' in a mesh with axes \{'dp': 4\}.*axis_name='dp'"):
+        zero2jax.Engine(mean_loss, optax.sgd(1.0), mesh)
+    assert zero2jax.Engine(mean_loss, optax.sgd(1.0), mesh, axis_name="dp").num_shards == 4
+    with pytest.raises(ValueError, match=r"so the mesh must have it. Make a mesh with .*make_mesh\(data=2\)"):
+        zero2jax.Engine(mean_loss, optax.sgd(1.0), zero2jax.make_mesh(model=2))
+
+
 def test_an_unknown_axis_name_is_refused():
     with pytest.raises(ValueError, match=r"axis 'batch' in a mesh with axes {'data': 8}"):
         zero2jax.Engine(mean_loss, optax.sgd(1.0), zero2jax.make_mesh(), axis_name="batch")

@@ -69,9 +69,8 @@ def test_scanned_layers_equal_layers_in_a_python_loop(tokens):
 
     params = jax.jit(init_fn)(jax.random.key(0))
     (value, grads), (expected, expected_grads) = (value_and_grad(f, params) for f in (apply_fn, unrolled))
-    np.testing.assert_allclose(
-        value, expected, rtol=1e-5
-    )  # a few fp32 roundings: the programs fuse differently
+    # A few fp32 roundings: the programs fuse differently.
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
     assert_trees_close(grads, expected_grads, rtol=1e-4, atol=1e-5)
 
 
@@ -81,10 +80,8 @@ def test_what_layers_save_changes_their_memory_and_no_gradient(tokens):
         init_fn, loss_fn = model.make_loss(dataclasses.replace(CONFIG, saved=saved))
         params = jax.jit(init_fn)(jax.random.key(0))
         compiled = jax.jit(jax.grad(loss_fn)).lower(params, tokens).compile()
-        found[saved], temporary[saved] = (
-            compiled(params, tokens),
-            compiled.memory_analysis().temp_size_in_bytes,
-        )
+        found[saved] = compiled(params, tokens)
+        temporary[saved] = compiled.memory_analysis().temp_size_in_bytes
     assert temporary["nothing_saveable"] < temporary["dots_saveable"] < temporary["everything_saveable"]
     for grads in found.values():
         assert_trees_close(grads, found["nothing_saveable"], rtol=1e-5, atol=1e-6)
@@ -95,9 +92,8 @@ def test_bf16_parameters_mean_bf16_matrix_products(tokens):
     shapes = jax.eval_shape(init_fn, jax.random.key(0))
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), shapes)
     params["norm"] = shapes["norm"]  # norms may stay in fp32
-    operands = {
-        v.aval.dtype for e in _products(jax.make_jaxpr(loss_fn)(params, tokens).jaxpr) for v in e.invars
-    }
+    products = _products(jax.make_jaxpr(loss_fn)(params, tokens).jaxpr)
+    operands = {v.aval.dtype for product in products for v in product.invars}
     assert operands == {jnp.dtype(jnp.bfloat16)}
 
 

@@ -24,6 +24,7 @@ MAY_IMPORT = {
 # Modules of a room that other rooms leave alone.
 PRIVATE = {
     "zero": {"exchange", "point_of_use"},
+    "activations": {"boundary", "layer_search", "rewriter"},
     "config": {
         "keys",
         "params",
@@ -38,7 +39,15 @@ PRIVATE = {
         "source",
         "suggestions",
     },
-    "checkpoints": {"directory", "extra", "matching", "orbax_handler", "state_leaves", "safetensors_file"},
+    "checkpoints": {
+        "directory",
+        "extra",
+        "matching",
+        "orbax_handler",
+        "saver",
+        "state_leaves",
+        "safetensors_file",
+    },
     "processes": {"roll_call"},
     "planning": {"picture"},
     "launching": {"supervise"},

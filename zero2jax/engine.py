@@ -5,7 +5,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,32 +14,77 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from zero2jax.activations.layers import ActivationSettings, Segment, remat_layers
-from zero2jax.activations.profile import ActivationProfile, profile_segments
+from zero2jax.activations.layers import ActivationSettings, remat_layers
+from zero2jax.activations.profile import ActivationProfile, profile_loss
 from zero2jax.base import losses
 from zero2jax.base.batches import abstract_batch, check_batch, place_batch
 from zero2jax.base.losses import Loss, LossFn
-from zero2jax.base.mesh import DATA_AXIS, DataAxes, axis_size, data_axes, replicated
+from zero2jax.base.mesh import DATA_AXIS, DataAxes, axis_size, data_axes, make_mesh, replicated
 from zero2jax.base.pytrees import LeafPredicate, PyTree, is_function, shapes_of
-from zero2jax.base.transformation import GivesItsNumbers, checked_transformation, kept_numbers
+from zero2jax.base.transformation import checked_transformation
 from zero2jax.processes.agreement import expect_same_start, expect_same_step, spans_processes
 from zero2jax.programs.memory import MemoryReport, measure_memory
-from zero2jax.zero import padding
 from zero2jax.zero.gradients import GradientSettings
+from zero2jax.zero.layer_dims import guess_layer_dims, layer_dims_of_loss
 from zero2jax.zero.precision import Precision
 from zero2jax.zero.settings import StepSettings
-from zero2jax.zero.shard_plan import ShardPlan, guess_layer_dims
+from zero2jax.zero.shard_plan import ShardPlan
 from zero2jax.zero.state import (
     Layout,
     TrainState,
+    check_state,
     make_layout,
     make_opt_state,
     make_params,
     place_params,
 )
-from zero2jax.zero.step import Metrics, StepProgram, check_state
+from zero2jax.zero.step import Metrics, StepProgram
+
+CompilerOptions = Mapping[str, Any] | Callable[[ShardPlan], Mapping[str, Any]] | None
 
 _MAX_EVALUATIONS = 8  # loss functions whose evaluation stays compiled
+
+
+class _Compiled:
+    """The functions of one layout, each compiled when it is first called. Another layout gets another object."""
+
+    def __init__(self, program: StepProgram, options: CompilerOptions):
+        self.layout = program.layout
+        self._program = program
+        self._options = options
+        self._replicated = replicated(program.mesh)
+        self.evaluations: dict[int, Any] = {}  # by the identity of the loss: it may be unhashable
+        self.compared = False  # whether the processes have agreed that they run the same step
+        self.profile: ActivationProfile | None = None
+
+    @functools.cached_property
+    def step(self) -> Any:
+        """`(state, batch, extra arguments) -> (state, metrics)`, the state donated."""
+        options = self._options
+        shardings = jax.tree.map(lambda x: x.sharding, self.layout.abstract_state(self._program.mesh))
+        return jax.jit(
+            self._program.step,
+            donate_argnums=0,
+            out_shardings=(shardings, self._replicated),
+            compiler_options=dict(options(self.layout.params) if callable(options) else options or {})
+            or None,
+        )
+
+    @functools.cached_property
+    def params(self) -> Any:
+        """`parameters at rest -> full ones`."""
+        return jax.jit(self._program.full_params, out_shardings=self._replicated)
+
+    def evaluate(self, loss_fn: LossFn) -> Any:
+        """`(state, batch) -> mean loss terms` of a loss function; the last few stay compiled."""
+        if (
+            id(loss_fn) not in self.evaluations
+        ):  # what is kept holds the loss function: its id is not used again
+            while len(self.evaluations) >= _MAX_EVALUATIONS:
+                self.evaluations.pop(next(iter(self.evaluations)))
+            program = dataclasses.replace(self._program, loss=losses.normalized(loss_fn))
+            self.evaluations[id(loss_fn)] = jax.jit(program.evaluate, out_shardings=self._replicated)
+        return self.evaluations[id(loss_fn)]
 
 
 class Engine:
@@ -50,10 +94,10 @@ class Engine:
       loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, rng)`, returning the mean over the examples it
         is given as a scalar, or `(scalar, aux)`; see `zero2jax.base.losses` for the names in `aux` that have a meaning.
       tx: any optax transformation.
-      mesh: mesh with an axis `axis_name` and any further axes; all of type Auto.
+      mesh: mesh with an axis `axis_name` and any further axes, all of type Auto; None puts all devices on that axis.
       stage: 0 replicates the state; 1 shards masters and optimizer state; 2 also reduces gradients into shards where
         backward makes them; 3 also gathers parameters again in backward instead of holding them.
-      num_microbatches: each step's batch is cut into this many slices per device, whose gradients are summed.
+      num_microbatches: each device's part of a batch is sliced into this many, whose gradients are summed.
       batch_size: if given, every batch must have this many examples over all devices.
       precision: dtypes; bf16 compute on fp32 masters by default.
       clip_norm: clip gradients to this global norm before `tx`; None for no clipping.
@@ -89,7 +133,7 @@ class Engine:
         self,
         loss_fn: LossFn,
         tx: optax.GradientTransformation,
-        mesh: Mesh,
+        mesh: Mesh | None = None,
         *,
         stage: int = 2,
         num_microbatches: int = 1,
@@ -106,8 +150,11 @@ class Engine:
         axis_name: str = DATA_AXIS,
         shard_over_replicas: bool = False,
         activations: ActivationSettings | None = None,
-        compiler_options: Mapping[str, Any] | Callable[[ShardPlan], Mapping[str, Any]] | None = None,
+        compiler_options: CompilerOptions = None,
     ):
+        if mesh is None:
+            sizes: dict[str, Any] = {axis_name: -1}
+            mesh = make_mesh(**sizes)
         self.loss_fn = loss_fn
         self.mesh = mesh
         self.settings = StepSettings(
@@ -127,19 +174,15 @@ class Engine:
         self.config: Mapping[str, Any] | None = None  # the configuration it was made from, for the record
         self.activations = activations
         # made once: it says what it has to say once
-        self._saving_loss = (
-            None
-            if activations is None
-            else remat_layers(losses.normalized(loss_fn), activations, mesh, data_axes=self.axes.names)
-        )
+        self._loss = losses.normalized(loss_fn)
+        if activations is not None:
+            self._loss = remat_layers(self._loss, activations, mesh, data_axes=self.axes.names)
         self._tx = checked_transformation(tx)
         self._trainable = trainable
         self._param_specs = param_specs
         self._layer_dims = layer_dims
         self._compiler_options = compiler_options
-        self._layout: Layout | None = None
-        self._jitted: dict[str, Any] = {}
-        self._evaluations: dict[int, tuple[LossFn, Any]] = {}  # by identity: a loss may be unhashable
+        self._functions: _Compiled | None = None
 
     @property
     def stage(self) -> int:
@@ -148,7 +191,7 @@ class Engine:
 
     @property
     def num_microbatches(self) -> int:
-        """Into how many slices a step's batch is cut on each device."""
+        """The number of slices of each device's part of a batch."""
         return self.settings.num_microbatches
 
     @property
@@ -167,18 +210,27 @@ class Engine:
         return self.settings.axes
 
     @property
+    def tx(self) -> optax.GradientTransformationExtraArgs:
+        """The optimizer."""
+        return self._tx
+
+    @property
     def layout(self) -> Layout:
         """The plans of parameters and optimizer state, known once `init` or `abstract_state` has seen the shapes.
 
         Raises:
           ValueError: no parameters have been seen.
         """
-        if self._layout is None:
+        return self._compiled.layout
+
+    @property
+    def _compiled(self) -> _Compiled:
+        if self._functions is None:
             raise ValueError(
-                "asking the engine where its state rests: it has not seen the parameters. Call engine.init(params) "
+                "asking the engine how its state is stored: it has not seen the parameters. Call engine.init(params) "
                 "first, or engine.abstract_state(shapes) if the state comes from elsewhere."
             )
-        return self._layout
+        return self._functions
 
     def abstract_state(self, params: PyTree, *, batch: PyTree | None = None) -> TrainState:
         """Shapes, dtypes and shardings of the state, from parameters or their shapes; allocates nothing.
@@ -189,27 +241,20 @@ class Engine:
         """
         shapes = shapes_of(params)
         layer_dims = self._layer_dims
-        if layer_dims is None and batch is not None:
-            check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
-            program = self._program(self._make_layout(shapes, 0))
-            layer_dims = program.layer_dims(
-                program.settings.compute_shapes, abstract_batch(batch, self.mesh, self.axes.batch)
-            )
-        elif layer_dims is None:
-            layer_dims = guess_layer_dims(shapes)
+        if layer_dims is None:
+            layer_dims = guess_layer_dims(shapes) if batch is None else self._read_layer_dims(shapes, batch)
         layout = self._make_layout(shapes, layer_dims)
-        if layout != self._layout:
-            self._layout, self._jitted = layout, {}
-            self._evaluations.clear()
+        if self._functions is None or layout != self.layout:
+            self._functions = _Compiled(self._program(layout), self._compiler_options)
         return layout.abstract_state(self.mesh)
 
     def init(
         self, params: PyTree | Callable[..., PyTree], *args: Any, batch: PyTree | None = None
     ) -> TrainState:
-        """The state before the first step, straight into shards: no device ever holds a whole copy.
+        """The state before the first step, straight into shards: no device ever holds a full copy.
 
         Args:
-          params: whole parameters (NumPy or JAX arrays), or a function that makes them.
+          params: full parameters (NumPy or JAX arrays), or a function that makes them.
           *args: arguments for that function, a key say. It runs jitted, each device making its own shards.
           batch: arrays or shapes of a global batch: the layer dims are then read from the loss function's scans.
 
@@ -221,42 +266,22 @@ class Engine:
             make = functools.partial(params, *args)
             abstract = self.abstract_state(jax.eval_shape(make), batch=batch)
             expect_same_start(self._start(), self.mesh, args)
-            rest = make_params(make, self.layout.params, self.mesh)
+            placed = make_params(make, self.layout.params, self.mesh)
         else:
             abstract = self.abstract_state(params, batch=batch)
             expect_same_start(self._start(), self.mesh, params)
-            rest = place_params(params, self.layout.params, self.mesh)
-        opt_state = make_opt_state(self._tx, rest, self.layout, self.mesh)
+            placed = place_params(params, self.layout.params, self.mesh)
+        opt_state = make_opt_state(self._tx, placed, self.layout, self.mesh)
         first = lambda: (jnp.zeros((), jnp.int32), jax.random.key_data(jax.random.key(self.settings.seed)))
         step, rng = jax.jit(first, out_shardings=(abstract.step.sharding, abstract.rng.sharding))()
-        return TrainState(step, rest, opt_state, rng)
-
-    def numbers_of_the_optimizer(self, state: TrainState) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """(in this state, in a first one) of each number that the optimizer keeps as state, by its name in `opt_state`.
-
-        Replicated global arrays; no optimizer state is allocated. Empty for the optimizer of a configuration, which
-        gives its numbers at each update.
-        """
-        kept = {} if isinstance(self._tx, GivesItsNumbers) else kept_numbers(state.opt_state)
-        if not kept:
-            return {}
-
-        def both(params: PyTree, now: PyTree) -> PyTree:
-            true = padding.cut(params, self.layout.params, self.mesh)
-            first = kept_numbers(self._tx.init(self.layout.trained(true)))
-            return {name: (value, first[name]) for name, value in now.items()}
-
-        compared: dict[str, tuple[jax.Array, jax.Array]] = jax.jit(both, out_shardings=replicated(self.mesh))(
-            state.params, kept
-        )
-        return compared
+        return TrainState(step=step, params=placed, opt_state=opt_state, rng=rng)
 
     def step(self, state: TrainState, batch: PyTree, **extra_args: Any) -> tuple[TrainState, Metrics]:
         """Update once on a global batch. The state is donated: use the one that is returned.
 
         Args:
           state: from `init` or the previous step.
-          batch: pytree of arrays (batch, ...), NumPy or JAX; the batch is cut over devices, then microbatches.
+          batch: pytree of arrays (batch, ...), NumPy or JAX; sharded over devices, then sliced into microbatches.
           **extra_args: passed on to the transformation's update, arrays; `value` (the loss) is always passed.
 
         Returns:
@@ -267,7 +292,7 @@ class Engine:
           `profile` in the activation settings, `activation_profile`, measured before the first step.
 
         Raises:
-          ValueError: the batch cannot be cut up; the state has another structure; the loss is not a scalar;
+          ValueError: the batch does not divide; the state has another structure; the loss is not a scalar;
             at the first step, processes were given different loss functions or optimizers (named).
         """
         check_state(state, self.layout)
@@ -275,44 +300,40 @@ class Engine:
         placed = place_batch(batch, self.mesh, self.axes.batch)
         wanted = self.activations is not None and self.activations.profile
         profile = self._profiled(batch) if wanted else None  # before the state is donated
-        step = self._jitted_step()
-        if "compared" not in self._jitted and spans_processes(self.mesh):
-            expect_same_step(step.lower(state, placed, extra_args))
-            self._jitted["compared"] = True
-        state, metrics = step(state, placed, extra_args)
-        if (
-            metrics["learning_rate"] is None
-        ):  # said here: inside the step, jax_debug_nans would stumble over it
+        compiled = self._compiled
+        if not compiled.compared and spans_processes(self.mesh):
+            expect_same_step(compiled.step.lower(state, placed, extra_args))
+            compiled.compared = True
+        state, metrics = compiled.step(state, placed, extra_args)
+        # said here: inside the step, jax_debug_nans would stumble over it
+        if metrics["learning_rate"] is None:
             metrics["learning_rate"] = np.float32(np.nan)
         if profile is not None:
-            metrics["activation_profile"] = profile
+            metrics["activation_profile"] = profile.as_dict()
         return state, metrics
 
     def evaluate(self, state: TrainState, batch: PyTree, *, loss_fn: LossFn | None = None) -> Any:
         """The mean loss over a global batch, without an update; `(loss, aux)` if the loss function returns that.
 
-        Parameters appear where they are used, as in a step. `batch` must divide over the devices only.
+        Parameters are gathered where they are used, as in a step. `batch` must divide over the devices only.
         `loss_fn` stands in for the engine's, to turn dropout off, say. The state is not donated.
         """
         check_state(state, self.layout)
         check_batch(batch, self.num_batch_shards, 1)
-        evaluate = self._jitted_evaluate(loss_fn or self.loss_fn)
+        evaluate = self._compiled.evaluate(loss_fn or self.loss_fn)
         means = self._settled(evaluate(state, place_batch(batch, self.mesh, self.axes.batch)))
         return means.loss if means.aux is None else (means.loss, means.aux)
 
     def params(self, state: TrainState) -> PyTree:
-        """Whole parameters on every device, fp32 masters at their true shapes, gathered a layer at a time."""
+        """Full parameters on every device, fp32 masters at their true shapes, gathered a layer at a time."""
         check_state(state, self.layout)
-        if "params" not in self._jitted:
-            program = self._program(self.layout)
-            self._jitted["params"] = jax.jit(program.whole_params, out_shardings=replicated(self.mesh))
-        return self._settled(self._jitted["params"](state.params))
+        return self._settled(self._compiled.params(state.params))
 
     def lower(self, batch: PyTree) -> jax.stages.Lowered:
         """The step lowered for a batch of these shapes (arrays or shapes), to compile, count and audit."""
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         state = self.layout.abstract_state(self.mesh)
-        return self._jitted_step().lower(state, abstract_batch(batch, self.mesh, self.axes.batch), {})  # type: ignore[no-any-return]
+        return self._compiled.step.lower(state, abstract_batch(batch, self.mesh, self.axes.batch), {})  # type: ignore[no-any-return]
 
     def memory(self, state: TrainState, batch: PyTree) -> MemoryReport:
         """Measured bytes per device by class beside the formula; compiles the step for `batch` (arrays or shapes)."""
@@ -338,32 +359,19 @@ class Engine:
                 "Engine(activations=ActivationSettings(...)), or switch on a key of activation_checkpointing."
             )
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
-        segments: list[Segment] = []
-        local = dataclasses.replace(self.activations, partition_axis=None, offload=False)
-        loss = remat_layers(losses.normalized(self.loss_fn), local, on_segment=segments.append)
-        state = self.layout.abstract_state(self.mesh)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the step's own trace says the same
-            program = self._program(self.layout, loss)
-            jax.eval_shape(program.gradients, state, abstract_batch(batch, self.mesh, self.axes.batch))
-        return profile_segments(segments, self.mesh.local_devices[0])
+        shapes = self.layout.abstract_state(self.mesh), abstract_batch(batch, self.mesh, self.axes.batch)
+        trace = lambda loss: jax.eval_shape(self._program(self.layout, loss).gradients, *shapes)
+        device = self.mesh.local_devices[0]
+        return profile_loss(losses.normalized(self.loss_fn), self.activations, trace, device)
 
-    def _profiled(self, batch: PyTree) -> dict[str, Any]:
-        """The profile as the metrics show it; measured and printed once."""
-        if "profile" not in self._jitted:
-            self._jitted["profile"] = profile = self.activation_profile(batch)
+    def _profiled(self, batch: PyTree) -> ActivationProfile:
+        """The profile, measured and printed once."""
+        compiled = self._compiled
+        if compiled.profile is None:
+            compiled.profile = self.activation_profile(batch)
             if jax.process_index() == 0:
-                print(profile)
-        return self._jitted["profile"].as_dict()  # type: ignore[no-any-return]
-
-    def _jitted_evaluate(self, loss_fn: LossFn) -> Any:
-        if id(loss_fn) not in self._evaluations:
-            while len(self._evaluations) >= _MAX_EVALUATIONS:
-                self._evaluations.pop(next(iter(self._evaluations)))
-            program = self._program(self.layout, losses.normalized(loss_fn))
-            jitted = jax.jit(program.evaluate, out_shardings=replicated(self.mesh))
-            self._evaluations[id(loss_fn)] = loss_fn, jitted
-        return self._evaluations[id(loss_fn)][1]
+                print(compiled.profile)
+        return compiled.profile
 
     def _settled(self, result: Any) -> Any:
         """`result`, waited for on simulated devices: there, programs that do not depend on each other and run at the
@@ -371,19 +379,6 @@ class Engine:
         """
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         return jax.block_until_ready(result) if on_cpu else result
-
-    def _jitted_step(self) -> Any:
-        if "step" not in self._jitted:
-            shardings = jax.tree.map(lambda x: x.sharding, self.layout.abstract_state(self.mesh))
-            options = self._compiler_options
-            self._jitted["step"] = jax.jit(
-                self._program(self.layout).step,
-                donate_argnums=0,
-                out_shardings=(shardings, replicated(self.mesh)),
-                compiler_options=dict(options(self.layout.params) if callable(options) else options or {})
-                or None,
-            )
-        return self._jitted["step"]
 
     def _start(self) -> dict[str, Any]:
         """What every process must have been given alike, as plain values."""
@@ -395,13 +390,20 @@ class Engine:
             ],
         }
 
+    def _read_layer_dims(self, shapes: PyTree, batch: PyTree) -> PyTree:
+        """The layer dims as the loss function shows them; the layout it is traced for has none, which is no matter."""
+        check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
+        program = self._program(self._make_layout(shapes, 0))
+        placed = abstract_batch(batch, self.mesh, self.axes.batch)
+        return layer_dims_of_loss(program.loss, program.settings.compute_shapes, placed, self.mesh, self.axes)
+
     def _make_layout(self, shapes: PyTree, layer_dims: PyTree) -> Layout:
         return make_layout(
             shapes,
             self._tx,
             self.mesh,
             axes=self.axes,
-            whole="stage 0 keeps the state whole" if self.stage == 0 else "",
+            whole="stage 0 replicates the state" if self.stage == 0 else "",
             layer_dims=layer_dims,
             trainable=self._trainable,
             param_specs=self._param_specs,
@@ -409,9 +411,9 @@ class Engine:
 
     def _program(self, layout: Layout, loss: Loss | None = None) -> StepProgram:
         return StepProgram(
-            loss or self._saving_loss or losses.normalized(self.loss_fn),
-            self._tx,
-            self.mesh,
-            layout,
-            GradientSettings(layout.params, layout.trainable, self.settings),
+            loss=loss or self._loss,
+            tx=self._tx,
+            mesh=self.mesh,
+            layout=layout,
+            settings=GradientSettings(plan=layout.params, trainable=layout.trainable, step=self.settings),
         )

@@ -15,16 +15,8 @@ import numpy as np
 
 HELD_OUT = 20  # one part in 20 is never trained on
 # Not always installed, or large tables that no one would call text.
-SKIPPED_FOLDERS = {
-    "__pycache__",
-    "dist-packages",
-    "encodings",
-    "idlelib",
-    "lib2to3",
-    "site-packages",
-    "test",
-    "tests",
-}
+SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "site-packages", "test", "tests"}
+SKIPPED_FOLDERS |= {"encodings", "idlelib", "lib2to3"}
 
 
 def standard_library_files() -> list[Path]:
@@ -46,10 +38,10 @@ def load_text(path: Path | None = None) -> tuple[np.ndarray, np.ndarray]:
     else:
         files = [path]
     parts = [f.read_bytes() for f in files]
-    if len(parts) < HELD_OUT:  # too few files to hold whole ones out
+    if len(parts) < HELD_OUT:  # too few to hold files out
         text = b"\n".join(parts)
-        cut = len(text) - len(text) // HELD_OUT
-        train, held_out = text[:cut], text[cut:]
+        num_train = len(text) - len(text) // HELD_OUT
+        train, held_out = text[:num_train], text[num_train:]
     else:
         train = b"\n".join(part for i, part in enumerate(parts) if i % HELD_OUT)
         held_out = b"\n".join(parts[::HELD_OUT])

@@ -30,7 +30,7 @@ class GPTConfig:
     context: int
     vocab: int
     saved: str = "nothing_saveable"
-    """What a layer saves for backward, the rest is recomputed: a name in `jax.checkpoint_policies`."""
+    """What a layer saves for backward, a name in `jax.checkpoint_policies`; everything else is recomputed."""
 
 
 PRESETS = {
@@ -51,9 +51,8 @@ class Block(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         D, L = config.hidden, config.num_layers
         init = nnx.initializers.lecun_normal()
-        out_init = nnx.initializers.variance_scaling(
-            0.5 / L, "fan_in", "normal"
-        )  # 2 L sums into the residual
+        # 2 L sums go into the residual.
+        out_init = nnx.initializers.variance_scaling(0.5 / L, "fan_in", "normal")
         self.num_heads = config.num_heads
         self.norm1 = make_norm(D, rngs)
         self.qkv = nnx.Linear(D, 3 * D, use_bias=False, kernel_init=init, rngs=rngs)
@@ -134,21 +133,21 @@ def make_loss(config: GPTConfig) -> tuple[Callable, Callable]:
 
 
 def tensor_parallel_specs(params: dict[str, Any]) -> dict[str, Any]:
-    """Specs over a mesh axis `model`: attention heads and hidden units of the MLP are cut, the rest is not."""
-    cut = {"qkv": P(None, None, "model"), "up": P(None, None, "model")}  # (L, D, outputs)
-    cut |= {"out": P(None, "model"), "down": P(None, "model")}  # (L, inputs, D)
+    """Specs over a mesh axis `model`: attention heads and hidden units of the MLP are sharded, all else replicated."""
+    sharded = {"qkv": P(None, None, "model"), "up": P(None, None, "model")}  # (L, D, outputs)
+    sharded |= {"out": P(None, "model"), "down": P(None, "model")}  # (L, inputs, D)
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: cut.get(getattr(path[-2:][0], "key", None), P()), params
+        lambda path, _: sharded.get(getattr(path[-2:][0], "key", None), P()), params
     )
 
 
 def generate(
     apply_fn: Callable, params: dict[str, Any], prompt: jax.Array, num_bytes: int, key: jax.Array
 ) -> jax.Array:
-    """`num_bytes` sampled bytes that continue `prompt`, a whole context (T,) of bytes; whole parameters."""
+    """`num_bytes` sampled bytes that continue `prompt`, a full context (T,) of bytes; full parameters."""
 
     def next_byte(window: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = apply_fn(params, window)[0, -1, :256]  # the rest of a larger vocabulary is never trained
+        logits = apply_fn(params, window)[0, -1, :256]  # of a larger vocabulary, no more is trained
         byte = jax.random.categorical(key, logits / 0.8)
         return jnp.roll(window, -1, axis=1).at[0, -1].set(byte), byte
 

@@ -119,9 +119,8 @@ def save_figure(
     loss, memory = figure.subplots(1, 2)
 
     held_out = [row for row in history if "held_out_loss" in row]
-    loss.plot(
-        [r["step"] for r in history if "loss" in r], [r["loss"] for r in history if "loss" in r], alpha=0.5
-    )
+    training = [row for row in history if "loss" in row]
+    loss.plot([r["step"] for r in training], [r["loss"] for r in training], alpha=0.5)
     loss.plot([r["step"] for r in held_out], [r["held_out_loss"] for r in held_out], "o-")
     loss.legend(["training", "held out"])
     loss.set(xlabel="step", ylabel="nats per byte", title="loss")

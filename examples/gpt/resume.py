@@ -33,7 +33,7 @@ class Args:
     """Kill and resume the example on other numbers of devices."""
 
     steps: int = 90
-    """Optimizer updates of the whole run."""
+    """Optimizer updates of the full run."""
     save_every: int = 10
     """Steps between checkpoints."""
     out: Path = Path("out/resume")
@@ -66,17 +66,8 @@ def run(part: Part, args: Args, folder: Path) -> list[dict[str, float]]:
     path = folder / "config.json"
     path.write_text(json.dumps(config))
     metrics = folder / "metrics.jsonl"
-    command = [
-        sys.executable,
-        TRAIN,
-        "--devices",
-        part.devices,
-        "--steps",
-        args.steps,
-        "--deepspeed_config",
-        path,
-    ]
-    command += ["--out", folder, "--no_report", "--save_every", args.save_every]
+    command = [sys.executable, TRAIN, "--devices", part.devices, "--steps", args.steps]
+    command += ["--deepspeed_config", path, "--out", folder, "--no_report", "--save_every", args.save_every]
     command += ["--checkpoints", folder / "checkpoints", "--resume", "auto"]
     print(f"--- {part.label}", flush=True)
     with subprocess.Popen([str(x) for x in command]) as process:
@@ -85,9 +76,8 @@ def run(part: Part, args: Args, folder: Path) -> list[dict[str, float]]:
             if part.signal and steps_done(metrics) >= part.signal_after:
                 process.send_signal(part.signal)
                 process.wait()
-    expected = {None: 0, signal.SIGTERM: zero2jax.PREEMPTED_EXIT_CODE, signal.SIGKILL: -signal.SIGKILL}[
-        part.signal
-    ]
+    exit_codes = {None: 0, signal.SIGTERM: zero2jax.PREEMPTED_EXIT_CODE, signal.SIGKILL: -signal.SIGKILL}
+    expected = exit_codes[part.signal]
     if process.returncode != expected:
         raise SystemExit(f"{part.label}: exit code {process.returncode}, expected {expected}")
     return rows(metrics)
@@ -104,15 +94,14 @@ def steps_done(metrics: Path) -> int:
 
 
 def save_figure(
-    path: Path, whole: list[dict[str, float]], parts: list[tuple[Part, list[dict[str, float]]]]
+    path: Path, uninterrupted: list[dict[str, float]], parts: list[tuple[Part, list[dict[str, float]]]]
 ) -> float:
     """Losses of the uninterrupted run and of the parts, and their differences; the largest difference."""
     figure = Figure(figsize=(9, 6), layout="constrained")
     loss, difference = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    expected = {row["step"]: row["loss"] for row in whole}
-    loss.plot(
-        list(expected), list(expected.values()), color="0.75", linewidth=5, label="8 devices, uninterrupted"
-    )
+    expected = {row["step"]: row["loss"] for row in uninterrupted}
+    steps, losses = list(expected), list(expected.values())
+    loss.plot(steps, losses, color="0.75", linewidth=5, label="8 devices, uninterrupted")
     before: list[dict[str, float]] = []
     largest = 0.0
     for part, found in parts:
@@ -137,22 +126,18 @@ def save_figure(
 def main(args: Args) -> None:
     shutil.rmtree(args.out, ignore_errors=True)
     start_s = time.perf_counter()
-    whole = run(Part(8, 2), args, args.out / "uninterrupted")
-    parts = []
-    for part in (
-        Part(8, 2, signal.SIGKILL, args.steps * 2 // 5),
-        Part(3, 3, signal.SIGTERM, args.steps * 7 // 10),
-        Part(1, 1),
-    ):
-        parts.append((part, run(part, args, args.out / "parts")))
+    uninterrupted = run(Part(8, 2), args, args.out / "uninterrupted")
+    killed = Part(8, 2, signal.SIGKILL, args.steps * 2 // 5)
+    asked = Part(3, 3, signal.SIGTERM, args.steps * 7 // 10)
+    parts = [(part, run(part, args, args.out / "parts")) for part in (killed, asked, Part(1, 1))]
     model = args.out / "model.safetensors"
     zero2jax.export_checkpoint(args.out / "parts" / "checkpoints", model)
     print(f"{model}: {sum(x.size for x in zero2jax.load_exported(model).values()):,} parameters, exported")
-    largest = save_figure(args.out / "resume.png", whole, parts)
+    largest = save_figure(args.out / "resume.png", uninterrupted, parts)
+    last, last_in_parts = uninterrupted[-1]["loss"], parts[-1][1][-1]["loss"]
     print(
-        f"last loss {whole[-1]['loss']:.4f} uninterrupted, {parts[-1][1][-1]['loss']:.4f} in parts; they differ by at "
-        f"most {largest:.1e} in any of {args.steps} steps; took {time.perf_counter() - start_s:.0f} s. "
-        f"See {args.out}/resume.png"
+        f"last loss {last:.4f} uninterrupted, {last_in_parts:.4f} in parts; they differ by at most {largest:.1e} in "
+        f"any of {args.steps} steps; took {time.perf_counter() - start_s:.0f} s. See {args.out}/resume.png"
     )
 
 

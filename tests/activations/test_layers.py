@@ -7,7 +7,6 @@ fuses across layers and sums in another order: gradients of at most 1, sums of a
 """
 
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +16,11 @@ from helpers import assert_trees_close, assert_trees_equal, count_primitives
 from jax.ad_checkpoint import checkpoint_name
 
 import zero2jax
+from zero2jax.activations import layers
 from zero2jax.activations.layers import ActivationSettings, remat_layers
 from zero2jax.activations.remat import layer, remat
 from zero2jax.base import jaxprs
 
-remat_layers_module = sys.modules["zero2jax.activations.layers"]
 LAYERS, WIDTH, ROWS = 5, 8, 6
 KEYS = jax.random.split(jax.random.key(0), 3)
 PARAMS = {
@@ -304,7 +303,7 @@ def test_settings_are_checked_at_once():
 
 
 def test_offloading_without_host_memory_warns_and_changes_nothing(monkeypatch):
-    monkeypatch.setattr(remat_layers_module, "_has_pinned_host", lambda mesh: False)
+    monkeypatch.setattr(layers, "_has_pinned_host", lambda mesh: False)
     with pytest.warns(UserWarning, match="no memory of kind 'pinned_host', so the activations stay in"):
         loss = remat_layers(around(MODELS["scan"]), ActivationSettings(offload=True))
     assert "<host>" not in str(jax.make_jaxpr(jax.grad(loss))(PARAMS, TOKENS))

@@ -25,29 +25,33 @@ def equation(fun, *args, name=None):
     return found[0]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_evaluating_a_jaxpr_traces_to_the_same_equations_and_gives_the_same_numbers(name):
-    loss, params = CASES[name]
-    x = X[:2]
+def evaluated_again(loss, params, x):
+    """`loss` as a function that evaluates its jaxpr."""
     jaxpr, out = jaxprs.trace(loss, params, x)
 
     def again(params, x):
         flat = jaxprs.evaluate(jaxpr, jax.tree.leaves((params, x)), jaxprs.bind)
         return jax.tree.unflatten(jax.tree.structure(out), flat)
 
+    return again
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_evaluating_a_jaxpr_traces_to_the_same_equations(name):
+    loss, params = CASES[name]
+    x = X[:2]
     names = lambda fun: [e.primitive.name for e in jaxprs.equations(jax.make_jaxpr(fun)(params, x))]
-    assert names(again) == names(loss)
+    assert names(evaluated_again(loss, params, x)) == names(loss)
+
+
+@pytest.mark.parametrize("name", ["scan_outputs", "custom_vjp", "custom_jvp", "cond", "while", "effects"])
+def test_what_has_rules_or_bodies_of_its_own_has_the_same_gradients_when_evaluated(name):
+    loss, params = CASES[name]
+    x = X[:2]
+    again = evaluated_again(loss, params, x)
     grad = lambda fun: jax.grad(lambda p: jax.tree.leaves(fun(p, x))[0], allow_int=True)
-    if name in (
-        "scan_outputs",
-        "custom_vjp",
-        "custom_jvp",
-        "cond",
-        "while",
-        "effects",
-    ):  # own rules, own bodies
-        plain, found = jax.jit(lambda p: (grad(loss)(p), grad(again)(p)))(params)
-        assert_trees_equal(found, plain)
+    plain, found = jax.jit(lambda p: (grad(loss)(p), grad(again)(p)))(params)
+    assert_trees_equal(found, plain)
 
 
 def test_evaluate_passes_constants_literals_and_unused_inputs():
@@ -106,6 +110,23 @@ def test_scan_parts_counts_operands_in_order(reverse):
     assert eqn.invars[-1].aval.shape == (4, 2)
     assert parts.options == {"length": 4, "reverse": reverse, "unroll": 2}
     assert len(jaxprs.inputs(parts.body)) == 6
+
+
+def test_a_rebuilt_scan_is_the_scan_it_was_made_from():
+    def fun(a, c, xs):
+        step = lambda carry, x: (carry * a + x["w"], x["w"] - carry)
+        return jax.lax.scan(step, c, xs, reverse=True)
+
+    a, c, xs = jnp.float32(2), jnp.float32(3), {"w": jnp.arange(4.0)}
+    eqn = equation(fun, a, c, xs, name="scan")
+    parts = jaxprs.scan_parts(eqn)
+
+    def step(a, c, slices):  # the scanned-over operand is a pytree here
+        return jaxprs.evaluate(parts.body, [a, c, slices["only"]], jaxprs.bind)
+
+    operands = [a, c, {"only": xs["w"]}]
+    again = jaxprs.rebuild_scan(step, parts.num_consts, parts.num_carry, operands, parts.options)
+    assert_trees_equal(again, list(fun(a, c, xs)))
 
 
 def test_checkpoint_options_rebuild_the_same_checkpoint():

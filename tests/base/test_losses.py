@@ -47,7 +47,7 @@ def test_a_tuple_of_two_is_loss_and_aux():
 
 def terms(loss, weight, aux=None, frozen=None):
     as_arrays = lambda tree: jax.tree.map(jnp.asarray, tree)
-    return losses.weighted(
+    return losses.WeightedSum.of(
         losses.LossTerms(jnp.float32(loss), jnp.float32(weight), as_arrays(aux), as_arrays(frozen))
     )
 
@@ -68,7 +68,8 @@ def test_means_over_microbatches_are_weighted_and_counts_are_summed():
         ),
     ]
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *parts)
-    found = losses.mean(losses.over_microbatches(stacked))
+    found = stacked.over_microbatches().mean()
+    assert float(stacked.over_microbatches().inverse_weight) == 1 / 4
     assert float(found.loss) == (1 * 1 + 3 * 4) / 4
     assert float(found.weight) == 4
     assert float(found.aux["m"]) == (1 * 10 + 3 * 2) / 4
@@ -82,7 +83,7 @@ def test_no_gradient_flows_through_the_weight_or_aux():
 
     key = losses.SliceKey(jax.random.key_data(jax.random.key(0)), jnp.int32(0), jnp.int32(0))
     call = losses.normalized(loss_fn)
-    total = lambda p: losses.weighted(call(p, None, key)).loss
+    total = lambda p: losses.WeightedSum.of(call(p, None, key)).loss
     assert float(total(2.0)) == 4 * 6
     assert float(jax.grad(total)(2.0)) == 2 * 2 * 6  # 6 is a constant
     assert float(jax.grad(lambda p: call(p, None, key).aux["more"])(2.0)) == 0
@@ -90,14 +91,14 @@ def test_no_gradient_flows_through_the_weight_or_aux():
 
 def test_python_numbers_in_aux_are_arrays_from_then_on():
     loss_fn = lambda p, b: (p, {"weight": 2, "x": 1.5, "n": 3, "b": True, "none": None})
-    found = losses.weighted(losses.normalized(loss_fn)(jnp.float32(1), None, None))
+    found = losses.WeightedSum.of(losses.normalized(loss_fn)(jnp.float32(1), None, None))
     assert jax.tree.map(float, found.aux) == {"x": 3, "n": 3, "b": 1, "none": None}
 
 
 def test_low_precision_losses_are_added_in_fp32():
     found = losses.normalized(lambda p, b: (p, {"x": p}))(jnp.bfloat16(1), None, None)
     assert found.loss.dtype == found.weight.dtype == jnp.float32
-    assert losses.weighted(found).aux["x"].dtype == jnp.float32
+    assert losses.WeightedSum.of(found).aux["x"].dtype == jnp.float32
 
 
 def test_a_batch_without_any_weight_has_zero_means_and_leaves_the_parameters():

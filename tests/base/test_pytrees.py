@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zero2jax.base.pytrees import check_same_structure, is_function, leaf_paths, select_leaves, shapes_of
+from zero2jax.base.pytrees import (
+    check_same_structure,
+    is_function,
+    leaf_paths,
+    path_names,
+    path_string,
+    select_leaves,
+    shapes_of,
+)
 
 TREE = {"blocks": [{"w": 1, "b": (2, None)}], "head": 3}
 
@@ -14,6 +22,12 @@ def test_paths_are_written_with_slashes():
     assert leaf_paths(TREE) == ["blocks/0/b/0", "blocks/0/w", "head"]
     assert leaf_paths(3.0) == [""]
     assert leaf_paths({}) == []
+
+
+def test_names_tell_leaves_apart_that_print_alike():
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path({"a/b": [1], "a": {"b": (2,)}})]
+    assert [path_string(path) for path in paths] == ["a/b/0", "a/b/0"]
+    assert [path_names(path) for path in paths] == [("a", "b", "0"), ("a/b", "0")]
 
 
 def test_leaves_are_chosen_by_predicate_by_tree_or_by_default():

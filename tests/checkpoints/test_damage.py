@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 from pathlib import Path
 
@@ -17,12 +16,11 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from helpers import assert_trees_equal, make_batches, make_engine, make_params, train
+from spawn import PROGRAMS, environment
 
 from zero2jax import Checkpointer, CheckpointError
-from zero2jax.checkpoints import orbax_handler, safetensors_file
+from zero2jax.checkpoints import safetensors_file
 from zero2jax.checkpoints.format import Checkpoint, DamagedError, list_steps
-
-TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +58,7 @@ def refused(directory, engine, path):
     with pytest.raises(DamagedError) as error:
         Checkpointer(directory).restore(engine)
     assert path.name in str(error.value), error.value
-    assert "The checkpoint before it is step 1: restore(engine, step=1)." in str(error.value)
+    assert "The checkpoint before it is step 1: checkpointer.restore(engine, step=1)." in str(error.value)
     state, extra = Checkpointer(directory).restore(engine, step=1)
     assert int(state.step) == 1
     assert extra["position"].tolist() == [0]
@@ -149,7 +147,11 @@ def test_full_disk_is_said_and_leaves_state_and_earlier_checkpoints_alone(
     state, _ = Checkpointer(copy).restore(engine)
     expected = jax.device_get(state)
     with Checkpointer(copy, engine, asynchronous=asynchronous, max_to_keep=2) as checkpointer:
-        save = lambda: (checkpointer.save(3, state), checkpointer.wait())
+
+        def save():
+            checkpointer.save(3, state)
+            checkpointer.wait()
+
         with monkeypatch.context() as patch:
             patch.setattr(safetensors_file.os, "pwrite", full)
             with pytest.raises(
@@ -168,12 +170,16 @@ def test_full_disk_is_said_and_leaves_state_and_earlier_checkpoints_alone(
 def test_an_error_while_writing_is_raised_by_the_next_save(copy, engine, monkeypatch):
     state, _ = Checkpointer(copy).restore(engine)
     checkpointer = Checkpointer(copy, engine)
+    failed = threading.Event()
+
+    def fsync(descriptor):
+        failed.set()
+        raise OSError(errno.EIO, "I/O error")
+
     with monkeypatch.context() as patch:
-        patch.setattr(
-            safetensors_file.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "I/O error"))
-        )
+        patch.setattr(safetensors_file.os, "fsync", fsync)
         assert checkpointer.save(3, state)
-        checkpointer._manager.wait_until_finished()
+        assert failed.wait(60)
     with pytest.raises(CheckpointError, match=r"saving step 3 .*I/O error") as caught:
         checkpointer.save(4, state)
     assert caught.value.__notes__ == ["Step 4 was saved or is being saved all the same."]
@@ -230,14 +236,12 @@ def test_folders_deleted_by_hand_may_be_saved_again(tmp_path, engine):
 
 
 def test_a_second_checkpointer_that_saves_nothing_leaves_a_save_in_progress_alone(
-    tmp_path, engine, monkeypatch
+    tmp_path, engine, may_write
 ):
-    go, write = threading.Event(), orbax_handler.write_process_file
-    monkeypatch.setattr(orbax_handler, "write_process_file", lambda *args: (go.wait(60), write(*args)))
     with Checkpointer(tmp_path, engine) as checkpointer:
         checkpointer.save(1, engine.init(make_params()))
         Checkpointer(tmp_path, engine).close()
-        go.set()
+        may_write.set()
     assert list_steps(tmp_path) == [1]
 
 
@@ -376,46 +380,12 @@ def test_concurrent_saves_come_one_after_the_other(tmp_path, engine):
 
 # ---- killed while saving
 
-CHILD = """
-import os, sys
-sys.path.insert(0, {tests!r})
-import jax
-jax.config.update("jax_platforms", "cpu")
-import numpy as np
-from helpers import make_engine
-from zero2jax import Checkpointer
-
-# The parent of the children that are killed: it has imported everything, and forks before a backend runs.
-import orbax.checkpoint, zero2jax.checkpoints.orbax_handler
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        jax.config.update("jax_num_cpu_devices", 2)
-        import optax
-        params = {{f"w{{i:02}}": np.full((64, 33), -1.0, np.float32) for i in range(40)}}
-        engine = make_engine(2, loss_fn=lambda p, b: p["w00"].sum(), tx=optax.sgd(0.1))
-        state = engine.init(params)
-        checkpointer = Checkpointer({directory!r}, engine, max_to_keep=2)
-        step = checkpointer.latest_step() or 0
-        while True:
-            step += 1
-            value = np.float32(step)
-            params = jax.tree.map(lambda x: jax.device_put(np.full(x.shape, value), x.sharding), state.params)
-            checkpointer.save(step, state._replace(params=params), {{"step": step}})
-            if step == 1:
-                checkpointer.wait()  # from here on there is one to load
-            print("saving", step, flush=True)
-    print("child", child, flush=True)
-    os.waitpid(child, 0)
-    print("gone", flush=True)
-"""
-
 
 def test_killed_at_thirty_random_moments_of_saving_the_last_complete_checkpoint_loads(tmp_path):
     directory = tmp_path / "run"
-    code = textwrap.dedent(CHILD).format(tests=str(TESTS), directory=str(directory))
     server = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", code],
+        [sys.executable, "-W", "ignore", str(PROGRAMS / "save_until_killed.py"), str(directory)],
+        env=environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

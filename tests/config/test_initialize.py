@@ -2,6 +2,7 @@
 
 import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -80,6 +81,32 @@ def test_the_numbers_of_the_file_count_after_a_restore(tmp_path, stage):
     step = 2 * BATCH.T.astype(np.float64) @ (BATCH @ before) / (len(BATCH) * 2) + 0.5 * before
     np.testing.assert_allclose(other.params(state)["w"], before - 0.001 * step, rtol=1e-6)
     np.testing.assert_allclose(metrics["learning_rate"], 0.001, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "Lamb", "Lion", "Adagrad", "SGD", "Muon"])
+def test_every_optimizer_of_a_file_gets_its_numbers_after_a_restore(tmp_path, kind):
+    def make(rate):
+        config = {"optimizer": {"type": kind, "params": {"lr": rate}}, "zero_optimization": {"stage": 2}}
+        engine = zero2jax.initialize(loss_fn, config=config, mesh=zero2jax.make_mesh(data=2))
+        return engine, engine.init({"w": np.full((2, 2), 0.5, np.float32), "b": np.ones(3, np.float32)})
+
+    engine, state = make(0.5)
+    with zero2jax.Checkpointer(tmp_path, engine) as checkpointer:
+        checkpointer.save(1, state)
+    other, expected = make(0.25)
+    state, _ = zero2jax.Checkpointer(tmp_path, other).restore()
+    assert state.opt_state.hyperparams.keys() >= {"learning_rate"}
+    assert {float(x) for x in state.opt_state.hyperparams.values()} == {0.25}
+    assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, expected)
+
+
+def test_a_rate_that_is_set_by_hand_counts():
+    engine = zero2jax.initialize(loss_fn, config=sgd_config(0.1, 0.0, 2), mesh=zero2jax.make_mesh(data=2))
+    state = engine.init({"w": np.full((2, 2), 0.5, np.float32)})
+    state.opt_state.hyperparams["learning_rate"] = jnp.float32(0.01)
+    state, metrics = engine.step(state, BATCH)
+    np.testing.assert_allclose(metrics["learning_rate"], 0.01, rtol=1e-6)
+    np.testing.assert_allclose(engine.params(state)["w"], 0.5 - 0.01 * gradient(), rtol=1e-6)
 
 
 def test_a_given_transformation_wins_over_the_block_with_a_warning():

@@ -249,24 +249,6 @@ def test_state_is_stable_and_shows_the_learning_rate(kind):
     assert rates == [0.0, 0.0, 0.125, 0.25, 0.375]
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_the_numbers_of_the_block_count_under_a_state_of_another_block(kind):
-    params, grads = {"w": jnp.ones((2, 2))}, {"w": jnp.full((2, 2), 0.5)}
-    old, new = build(kind, lr=0.1), build(kind, lr=1e-3, weight_decay=0.5)
-    _, state = old.update(grads, old.init(params), params)
-    assert jax.tree.structure(state) == jax.tree.structure(new.init(params)), (
-        "checkpoints have this structure"
-    )
-    constant = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-3}}
-    scheduled = build(kind, constant, weight_decay=0.5)
-    expected, _ = scheduled.update(
-        grads, scheduled.init(params)._replace(inner_state=state.inner_state), params
-    )
-    updates, state = jax.jit(new.update)(grads, state, params)
-    np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-6)
-    assert {float(rate) for rate in state.hyperparams.values()} == {np.float32(1e-3)}
-
-
 def test_one_cycle_moves_b1_and_sets_b2():
     cycle = {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 4}
     tx = build("Adam", {"type": "OneCycle", "params": cycle}, betas=[0.5, 0.6])

@@ -5,7 +5,7 @@ import math
 import pytest
 
 import zero2jax
-from zero2jax.planning.estimate import largest_model
+from zero2jax.planning.estimate import BytesPerParam, largest_model
 
 # GB per device with P_os, P_os+g and P_os+g+p; arXiv:1910.02054, Table 1
 TABLE_1 = {
@@ -89,6 +89,14 @@ def test_offloading_moves_states_to_the_host():
         assert moved[stage].total_bytes == kept[stage].total_bytes - 100 * host
 
 
+def test_bytes_per_parameter_are_those_given():
+    found = zero2jax.estimate(800, 8, param_bytes=4, grad_bytes=3, master_bytes=0, optimizer_bytes=1)[3]
+    assert (found.params_bytes, found.grads_bytes) == (400, 300)
+    assert (found.master_bytes, found.optimizer_bytes) == (0, 100)
+    sgd = BytesPerParam(params=4, grads=4, master=0, optimizer=0)
+    assert largest_model(800, 8, 0, sgd) == 100
+
+
 def test_deepspeed_estimators_as_documented():
     found = zero2jax.estimate(2851e6, 8)
     assert found[0].deepspeed_bytes is None
@@ -103,6 +111,8 @@ def test_impossible_counts_are_refused():
     for arguments in ((0, 8), (1e9, 0)):
         with pytest.raises(ValueError, match="counts must be positive and bytes not negative"):
             zero2jax.estimate(*arguments)
+    with pytest.raises(ValueError, match=r"BytesPerParam.*master=-4"):
+        zero2jax.estimate(1e9, 8, master_bytes=-4)
 
 
 def test_table_names_the_terms():

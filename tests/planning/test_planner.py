@@ -18,10 +18,6 @@ from zero2jax.cli.main import main
 from zero2jax.planning.targets import TARGETS
 
 
-def not_a_program():
-    return 3
-
-
 def make_plan(config=FP32, target="cpu", num_examples=16, **options):
     p = program(num_examples)
     options = {"axes": {"data": N}} | options
@@ -80,18 +76,10 @@ def test_collectives_of_every_stage(stage, num_microbatches, volumes):
 
 def test_json_has_the_promised_keys_and_plain_values():
     found = json.loads(json.dumps(make_plan().as_dict()))
-    assert {
-        "total_bytes",
-        "rest_bytes",
-        "usable_bytes",
-        "fits",
-        "by_class",
-        "collectives",
-        "exposed_bytes",
-    } <= set(found)
-    assert (
-        found["fits"] is found["usable_bytes"] is found["exposed_bytes"] is None
-    )  # nothing is known of `cpu`
+    promised = "total_bytes rest_bytes usable_bytes fits by_class collectives exposed_bytes"
+    assert set(promised.split()) <= set(found)
+    # nothing is known of `cpu`
+    assert found["fits"] is found["usable_bytes"] is found["exposed_bytes"] is None
     assert found["by_class"]["master"]["rest_bytes"] == P // N
     assert found["flops"] > 0
 
@@ -154,22 +142,8 @@ def test_errors(options, message):
 def test_command_prints_json(capsys, tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(FP32 | {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}))
-    assert (
-        main(
-            [
-                "plan",
-                "test_plan:program",
-                "--axes",
-                "data=8",
-                "--target",
-                "cpu",
-                "--config",
-                str(path),
-                "--json",
-            ]
-        )
-        == 0
-    )
+    command = "plan plan_program:program --axes data=8 --target cpu --json --config"
+    assert main([*command.split(), str(path)]) == 0
     found = json.loads(capsys.readouterr().out)
     # one moment and some counters: the file's Lion, not the program's Adam
     assert P // N <= found["by_class"]["optimizer state"]["rest_bytes"] <= P // N + 16
@@ -177,19 +151,9 @@ def test_command_prints_json(capsys, tmp_path):
 
 
 def test_command_simulates_as_many_devices_as_the_axes_need():
-    command = [
-        sys.executable,
-        "-m",
-        "zero2jax",
-        "plan",
-        "test_plan:program",
-        "--axes",
-        "data=16",
-        "--target",
-        "cpu",
-    ]
+    command = "-m zero2jax plan plan_program:program --axes data=16 --target cpu --json"
     done = subprocess.run(
-        [*command, "--json"],
+        [sys.executable, *command.split()],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[1],
@@ -203,7 +167,9 @@ def test_command_simulates_as_many_devices_as_the_axes_need():
 def test_command_prints_the_table_and_draws_the_picture(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"
-    assert main(["plan", "test_plan:program", "--axes", "data=8", "--target", "cpu", "--png", str(path)]) == 0
+    assert (
+        main(["plan", "plan_program:program", "--axes", "data=8", "--target", "cpu", "--png", str(path)]) == 0
+    )
     captured = capsys.readouterr()
     assert "activations and temporaries" in captured.out
     assert f"wrote {path}" in captured.err
@@ -214,18 +180,18 @@ def test_command_prints_the_table_and_draws_the_picture(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["test_plan"], "write MODULE:FUNCTION"),
+        (["plan_program"], "write MODULE:FUNCTION"),
         (["no_such_module:f"], "there is no module 'no_such_module'"),
-        (["test_plan:programm"], r"module 'test_plan' has no function 'programm'\. It has .*program"),
-        (["test_plan:not_a_program"], "it returned a int, and must return a zero2jax.Program"),
-        (["test_plan:program", "--axes", "8"], "reading --axes '8': write NAME=SIZE"),
-        (["test_plan:program", "--target", "h300"], "there is no target 'h300'. There are v100-32gb"),
-        (["test_plan:program", "--axes", "data=5"], "cutting a batch of 16 examples over 5 devices"),
-        (["test_plan:program", "--axes", "data=64"], "it needs 64 devices"),
-        (["test_plan:program", "--vary", "a=1"], "--vary is for --search"),
-        (["test_plan:program", "--search", "--png", "x.png"], "--png draws one plan"),
+        (["plan_program:programm"], r"module 'plan_program' has no function 'programm'\. It has .*program"),
+        (["plan_program:not_a_program"], "it returned a int, and must return a zero2jax.Program"),
+        (["plan_program:program", "--axes", "8"], "reading --axes '8': write NAME=SIZE"),
+        (["plan_program:program", "--target", "h300"], "there is no target 'h300'. There are v100-32gb"),
+        (["plan_program:program", "--axes", "data=5"], "cutting a batch of 16 examples over 5 devices"),
+        (["plan_program:program", "--axes", "data=64"], "it needs 64 devices"),
+        (["plan_program:program", "--vary", "a=1"], "--vary is for --search"),
+        (["plan_program:program", "--search", "--png", "x.png"], "--png draws one plan"),
         (
-            ["test_plan:program", "--search", "--vary", "stage"],
+            ["plan_program:program", "--search", "--vary", "stage"],
             "reading --vary 'stage': write KEY=VALUE,VALUE",
         ),
     ],

@@ -84,7 +84,7 @@ def test_arguments_of_the_program_can_be_varied():
 
 
 def test_command(capsys):
-    command = ["plan", "test_plan:program", "--axes", "data=8", "--target", "local", "--search", "--json"]
+    command = ["plan", "plan_program:program", "--axes", "data=8", "--target", "local", "--search", "--json"]
     for repeated in ([], ["--vary"]):  # once with two values, or twice
         assert main([*command, "--vary", f"{STAGE}=2", *repeated, f"{MICROBATCHES}=1,2"]) == 0
         rows = json.loads(capsys.readouterr().out)["candidates"]

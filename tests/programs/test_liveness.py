@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from zero2jax.programs import hlo
-from zero2jax.programs.liveness import CLASSES, GRADIENTS, MASTER, OTHER, PARAMETERS, walk
+from zero2jax.programs.formulas import CLASSES, GRADIENTS, MASTER, OTHER, PARAMETERS
+from zero2jax.programs.liveness import walk
 
 HEAD = "HloModule m, is_scheduled=true"
 
@@ -91,6 +92,44 @@ def test_a_loop_works_in_place_on_its_state_and_adds_what_its_body_makes():
     assert point(found, "new").total_bytes == 800 + 2000 + 4000 + 400  # written in place
 
 
+BRANCHES = f"""{HEAD}
+
+%one (x: f32[100]) -> f32[50] {{
+  %x = f32[100]{{0}} parameter(0)
+  %t = f32[300]{{0}} custom-call(%x), custom_call_target="one"
+  ROOT %u = f32[50]{{0}} custom-call(%t), custom_call_target="two"
+}}
+
+%other (y: f32[10]) -> f32[50] {{
+  %y = f32[10]{{0}} parameter(0)
+  ROOT %v = f32[50]{{0}} custom-call(%y), custom_call_target="three"
+}}
+
+ENTRY %main (p: f32[100], i: s32[], q: f32[10]) -> f32[100] {{
+  %p = f32[100]{{0}} parameter(0)
+  %i = s32[] parameter(1)
+  %q = f32[10]{{0}} parameter(2)
+  %c = f32[50]{{0}} CALLED
+  ROOT %d = f32[100]{{0}} custom-call(%c), custom_call_target="four"
+}}
+"""
+ARGUMENTS = 400 + 4 + 40
+
+
+@pytest.mark.parametrize(
+    ("called", "names"),
+    [
+        ("call(%p), to_apply=%one", ["t", "u", "d"]),
+        ("conditional(%i, %p, %q), branch_computations={%one, %other}", ["t", "u", "v", "d"]),
+    ],
+)
+def test_what_a_called_computation_makes_dies_in_it_but_for_its_result(called, names):
+    found = lifetimes(BRANCHES.replace("CALLED", called))
+    # the result has its place from the start
+    expected = {"t": 200 + 1200, "u": 200 + 1200, "v": 200, "d": 200 + 400}
+    assert {p.name: p.total_bytes - ARGUMENTS for p in found.points} == {n: expected[n] for n in names}
+
+
 def test_classes_follow_the_data_from_collectives_over_the_data_axis():
     found = lifetimes(LOOP)
     assert set(found.peak.by_class) == set(CLASSES)
@@ -131,6 +170,5 @@ def test_peak_of_a_compiled_step_is_near_the_compilers_allocation():
     total = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
     found = walk(hlo.parse(compiled.as_text()), lambda name: OTHER, lambda c: False)
     assert sum(found.rest_by_class.values()) == m.argument_size_in_bytes
-    assert found.peak.total_bytes == pytest.approx(
-        total, rel=0.15
-    )  # the CPU compiler shares more than is imitated
+    # the CPU compiler shares more than is imitated
+    assert found.peak.total_bytes == pytest.approx(total, rel=0.15)

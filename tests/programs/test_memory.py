@@ -26,11 +26,11 @@ def make_params():
     }
 
 
-def measured(stage, **settings):
+def measured(stage, mesh=None, **settings):
     engine = zero2jax.Engine(
         loss_fn,
         optax.adam(1e-2),
-        zero2jax.make_mesh(data=N),
+        mesh or zero2jax.make_mesh(data=N),
         stage=stage,
         precision=zero2jax.Precision(jnp.float32),
         layer_dims={"embed": 0, "layers": 1, "out": 0},
@@ -59,9 +59,18 @@ def test_every_class_is_what_the_construction_says(stage, num_microbatches):
         assert parameters is None
     elif stage == 3:
         assert parameters == max(4 * D * D, 4 * V * D)  # one layer, or the embedding, or the output
+        assert parameters == report["parameters in the step"].formula_bytes
     else:
         assert parameters == report["parameters in the step"].formula_bytes == PARAM_BYTES
     assert report.total_bytes == 3 * PARAM_BYTES // shards + 4 + report["temporary"].measured_bytes
+
+
+def test_state_sharded_over_the_groups_leaves_a_copy_in_each_of_them():
+    report = measured(2, zero2jax.make_mesh(replica=2, data=4), shard_over_replicas=True)
+    assert report["master"].measured_bytes == report["master"].formula_bytes == PARAM_BYTES // N
+    parameters = report["parameters in the step"]
+    # all of them in the compute dtype, and each device's shard inside of its group of 4
+    assert parameters.measured_bytes == parameters.formula_bytes == PARAM_BYTES + PARAM_BYTES // 4
 
 
 def test_the_report_prints_and_becomes_json():
@@ -91,9 +100,8 @@ def test_leaves_on_another_mesh_axis_count_as_their_model_shard():
         layer_dims=1,
     )
     report = engine.memory(engine.init(params), np.ones((8, D), np.float32))
-    whole = (
-        4 * 2 * L * D * 2 * D // 2
-    )  # half of each parameter belongs to this device's part of the model axis
+    # half of each parameter belongs to this device's part of the model axis
+    whole = 4 * 2 * L * D * 2 * D // 2
     assert report["master"].measured_bytes == report["master"].formula_bytes == whole // 4
     assert report["parameters in the step"].measured_bytes == whole
     assert report["parameters in the step"].formula_bytes == whole

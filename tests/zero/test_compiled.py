@@ -88,10 +88,8 @@ def test_the_second_step_traces_and_compiles_nothing():
     state = engine.init(make_params())
     on_device = jax.tree.map(jnp.asarray, make_batch(seed=3))
     COMPILATIONS.clear()
-    for batch in (
-        make_batch(seed=1),
-        on_device,
-    ):  # the first of each kind may compile: the step, the placement
+    # the first of each kind may compile: the step, the placement
+    for batch in (make_batch(seed=1), on_device):
         state, _ = engine.step(state, batch)
         engine.evaluate(state, batch)
     assert COMPILATIONS
@@ -111,10 +109,8 @@ def test_evaluate_and_params_gather_stacks_a_layer_at_a_time(stage):
     for fun in (engine.params, lambda state: engine.evaluate(state, make_batch())):
         found = count_primitives(jax.make_jaxpr(fun)(state))
         assert found.in_loops["all_gather"] == len(STACK)
-        assert {len(shape) for shape in found.shapes["all_gather"]} == {
-            1,
-            2,
-        }  # one layer of b and of w; embed
+        # one layer of b and of w; embed
+        assert {len(shape) for shape in found.shapes["all_gather"]} == {1, 2}
         assert not found.total("reduce_scatter")
 
 
@@ -194,9 +190,8 @@ def test_stage_2_gathering_once_moves_the_parameters_once_for_all_microbatches()
 def test_stage_2_gathering_at_use_moves_layers_for_each_microbatch():
     options = {"gather": "use", "num_microbatches": 2}
     engine, _, _ = compiled_step(2, **options)
-    least = 2 * sharded_bytes(engine, STACK) + sharded_bytes(
-        engine, {"embed"}
-    )  # XLA moves that out of the loop
+    # XLA moves the embedding's gather out of the loop
+    least = 2 * sharded_bytes(engine, STACK) + sharded_bytes(engine, {"embed"})
     assert least <= total_bytes(2, "all-gather", **options) <= 2 * sharded_bytes(engine)
     assert total_bytes(2, "reduce-scatter", **options) == 2 * sharded_bytes(engine)
 

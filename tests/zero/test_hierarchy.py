@@ -62,10 +62,8 @@ def test_the_batch_is_cut_over_groups_and_the_state_inside_them_or_over_all_devi
     assert (axes.batch, axes.rest) == (("replica", "data"), "data")
     assert (axis_size(mesh, axes.batch), axis_size(mesh, axes.rest)) == (8, 4)
     over = data_axes(mesh, rest_over_replicas=True)
-    assert over.rest == (
-        "data",
-        "replica",
-    )  # inside a group first: gathering over the groups joins neighbours
+    # inside a group first: gathering over the groups joins neighbours
+    assert over.rest == ("data", "replica")
     assert data_axes(zero2jax.make_mesh(data=8)) == DataAxes("data", None)
 
 
@@ -130,6 +128,30 @@ def test_a_weighted_mean_is_exact_over_groups(over):
     params, losses, _ = expected(weighted_loss)
     np.testing.assert_allclose([float(m["loss"]) for m in metrics], losses, rtol=TOLERANCE)
     assert_trees_close(engine.params(state), params, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_frozen_leaves_and_sums_over_groups_are_those_of_one_level(over):
+    """The frozen leaf comes first, so that a gradient's place among gradients is not its leaf's place."""
+    after = {}
+    for name, mesh, shard_over in (
+        ("one level", zero2jax.make_mesh(data=8), False),
+        ("groups", zero2jax.make_mesh(replica=2, data=4), over),
+    ):
+        engine = zero2jax.Engine(
+            mean_loss,
+            optax.sgd(1e-3),
+            mesh,
+            precision=FP32,
+            reduction="sum",
+            trainable=lambda path, _: path != "blocks/b",
+            shard_over_replicas=shard_over,
+        )
+        state, _ = engine.step(engine.init(make_params(), batch=BATCHES[0]), BATCHES[0])
+        after[name] = engine.params(state)
+    assert_trees_close(after["groups"], after["one level"], rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_array_equal(after["groups"]["blocks"]["b"], make_params()["blocks"]["b"])
+    assert np.abs(after["groups"]["embed"] - make_params()["embed"]).max() > 100 * TOLERANCE
 
 
 def test_bf16_parameters_gathered_over_groups_are_those_of_one_level():

@@ -1,5 +1,7 @@
 """The optax wrapper: the same updates, state in shards, and a reduce-scatter where the compiler can make one."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,6 +90,64 @@ def test_update_alone_takes_fresh_arrays_eagerly_and_jitted(stage):
         for name in params:
             np.testing.assert_allclose(updates[name], expected[name], rtol=1e-6)
         assert describe(state) == describe(tx.init(params))
+
+
+@contextlib.contextmanager
+def compilations(compiled):
+    """Append to a list whenever a program is compiled."""
+
+    def listener(name, _, **kwargs):
+        if name.endswith("backend_compile_duration"):
+            compiled.append(kwargs)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def test_outside_jit_an_update_compiles_once_with_parameters_and_once_without():
+    compiled, traced = [], []
+    momentum = optax.sgd(1e-2, momentum=0.9)
+
+    def counted(updates, state, params=None):
+        traced.append(params is not None)
+        return momentum.update(updates, state, params)
+
+    inner = optax.GradientTransformation(momentum.init, counted)
+    tx = zero2jax.shard_optimizer(inner, zero2jax.make_mesh(data=8))
+    params = {"w": np.ones((8, 8), np.float32), "odd": np.ones((3, 5), np.float32)}
+    state = tx.init(params)
+    with compilations(compiled):
+        for arguments in ((params,), ()):
+            _, state = tx.update(params, state, *arguments)
+            assert compiled  # the first of each kind
+            compiled.clear()
+            for _ in range(3):
+                _, state = tx.update(params, state, *arguments)
+            assert not compiled
+    assert traced == [True, False]
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_extra_arguments_may_be_arrays_numbers_functions_and_choices(jitted):
+    """As a line search takes them."""
+
+    def scaled(updates, state, params=None, *, value, value_fn, negate, **_):
+        sign = -1 if negate else 1
+        return jax.tree.map(lambda g: sign * g * value * value_fn(params), updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scaled)
+    tx = zero2jax.shard_optimizer(inner, zero2jax.make_mesh(data=8))
+    params, grads = {"w": np.full((8, 3), 2, np.float32)}, {"w": np.ones((8, 3), np.float32)}
+    largest = lambda p: p["w"].max()
+    update = lambda value: tx.update(
+        grads, tx.init(params), params, value=value, value_fn=largest, negate=True
+    )
+    for value in (3.0, jnp.float32(5)):
+        updates, _ = (jax.jit(update) if jitted else update)(value)
+        np.testing.assert_array_equal(updates["w"], -2 * value * grads["w"])
 
 
 def test_state_is_sharded_from_init_on_and_its_bytes_are_the_plan_s():

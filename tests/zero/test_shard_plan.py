@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import zero2jax
 from zero2jax.base.mesh import padded_size
-from zero2jax.zero.shard_plan import check_model_axes, guess_layer_dims, make_shard_plan, plan_like
+from zero2jax.zero.shard_plan import check_model_axes, make_shard_plan, plan_like
 
 SHARDS = [1, 2, 3, 5, 8, 25, 400]
 
@@ -38,7 +38,6 @@ def test_shards_hold_every_element_once_and_padding_is_less_than_a_shard_of_rows
         assert 0 <= rows - dims[found.dim] < num_shards
         assert found.rest_shape == tuple(rows if i == found.dim else d for i, d in enumerate(dims))
         assert found.rest_bytes * num_shards == math.prod(found.rest_shape) * 4
-        assert found.padding_bytes == (math.prod(found.rest_shape) - math.prod(dims)) * 4
 
 
 @pytest.mark.parametrize(
@@ -76,7 +75,6 @@ def test_a_leaf_that_stays_whole_says_why(dims, options, reason):
     found = leaf(dims, 8, **options)
     assert (found.dim, found.reason) == (None, reason)
     assert found.rest_shape == dims
-    assert found.padding_bytes == 0
     assert found.spec() == P(*[e for e in found.model_spec if e is not None])
     assert found.manual_spec() == P()
 
@@ -199,27 +197,6 @@ def test_a_spec_that_does_not_fit_the_mesh_is_refused():
     check_model_axes(make_shard_plan({"w": shape(8, 7)}, 4, param_specs={"w": P("model")}), mesh)
 
 
-# --- layer dims guessed from a tree ------------------------------------------------------------------------------
-
-
-def test_a_subtree_of_equal_leading_sizes_is_a_stack():
-    tree = {
-        "blocks": {"w": shape(4, 8, 8), "b": shape(4, 8), "inner": {"k": shape(4, 3, 3)}},
-        "embed": shape(100, 8),
-        "norm": shape(8),
-    }
-    assert guess_layer_dims(tree) == {"blocks": {"w": 1, "b": 1, "inner": {"k": 1}}, "embed": 0, "norm": 0}
-
-
-def test_leaves_that_are_alone_or_of_one_dim_or_differ_are_no_stack():
-    assert guess_layer_dims({"w": shape(4, 8)}) == {"w": 0}
-    assert guess_layer_dims({"a": shape(4, 8), "b": shape(4)}) == {"a": 0, "b": 0}
-    assert guess_layer_dims({"a": shape(4, 8), "b": shape(5, 8)}) == {"a": 0, "b": 0}
-    assert guess_layer_dims([shape(4, 8), shape(4, 9)]) == [1, 1]
-    assert guess_layer_dims(shape(4, 8)) == 0
-    assert guess_layer_dims({}) == {}
-
-
 # --- states of optax ---------------------------------------------------------------------------------------------
 
 PARAMS = {
@@ -291,6 +268,17 @@ def test_state_of_a_bare_parameter_is_matched_too():
     params = make_shard_plan(shape(9, 64), 8)
     plan = plan_like(jax.eval_shape(optax.adam(1e-3).init, shape(9, 64)), params)
     assert [(leaf.path, leaf.dim) for leaf in plan.leaves] == [("0/count", None), ("0/mu", 1), ("0/nu", 1)]
+
+
+def test_leaves_that_print_alike_are_told_apart():
+    params = make_shard_plan({"a/b": shape(16, 3), "a": {"b": shape(3, 16)}}, 8)
+    assert [(leaf.path, leaf.names, leaf.dim) for leaf in params.leaves] == [
+        ("a/b", ("a", "b"), 1),
+        ("a/b", ("a/b",), 0),
+    ]
+    moments = {leaf.names: leaf for leaf in plan_like({"mu": params.tree}, params).leaves}
+    assert moments["mu", "a/b"].dim == 0
+    assert moments["mu", "a", "b"].dim == 1
 
 
 def test_moments_of_another_dtype_keep_their_dtype():

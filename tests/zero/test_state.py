@@ -8,7 +8,8 @@ import pytest
 from helpers import FP32, make_engine, make_params
 
 import zero2jax
-from zero2jax.zero import padding
+from zero2jax.programs.hlo import collectives
+from zero2jax.zero.state import pad, unpad
 
 KEY = jax.random.key(3)
 
@@ -62,7 +63,7 @@ def test_an_init_function_never_makes_a_whole_copy():
     )
     state = engine.init(make, KEY)
     plan = engine.layout.params
-    place = lambda: padding.pad(make(KEY), plan, engine.mesh)
+    place = lambda: pad(make(KEY), plan, engine.mesh)
     compiled = jax.jit(place, out_shardings=plan.shardings(engine.mesh)).lower().compile()
     memory = compiled.memory_analysis()
     assert memory.output_size_in_bytes == whole_bytes // 8
@@ -147,10 +148,34 @@ def test_init_again_with_the_same_shapes_keeps_the_compiled_step():
     engine = make_engine(2)
     batch = {k: np.zeros(8, np.int32) for k in ("x", "y")}
     engine.step(engine.init(make_params()), batch)
-    step = engine._jitted_step()
+    step = engine._compiled.step
     engine.step(engine.init(make_params()), batch)
-    assert engine._jitted_step() is step
+    assert engine._compiled.step is step
     assert step._cache_size() == 1
+
+
+def test_a_new_layout_gets_compiled_functions_of_its_own():
+    """The same shapes, once sharded on the layers and, when a batch has shown them, on the next dim."""
+    params = {"w": jnp.ones((8, 8, 8)) / 8}
+    loss = lambda p, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])[0].mean()
+    batch = np.ones((16, 8), np.float32)
+    engine = make_engine(8, loss_fn=loss, tx=optax.sgd(0.1), stage=1)
+    before, _ = engine.step(engine.init(params), batch)
+    first = engine._compiled
+    after, _ = engine.step(engine.init(params, batch=batch), batch)
+    assert engine._compiled is not first
+    dim_of = lambda state: tuple(state.params["w"].sharding.spec).index("data")
+    assert (dim_of(before), dim_of(after)) == (0, 1)
+    assert after.params["w"].sharding.spec == engine.layout.params.leaves[0].spec()
+    # the same sums, of one layer or of all at once
+    np.testing.assert_allclose(engine.params(after)["w"], np.asarray(before.params["w"]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis_name", ["data", "dp"])
+def test_without_a_mesh_all_devices_lie_on_the_data_axis(axis_name):
+    engine = zero2jax.Engine(lambda p, b: p.sum(), optax.sgd(0.1), None, axis_name=axis_name)
+    assert dict(engine.mesh.shape) == {axis_name: 8}
+    assert engine.num_shards == 8
 
 
 def test_evaluate_takes_unhashable_and_equal_losses():
@@ -171,7 +196,7 @@ def test_evaluate_takes_unhashable_and_equal_losses():
     assert second == pytest.approx(2 * first)
     for scale in range(20):
         engine.evaluate(state, batch, loss_fn=Scaled(float(scale)))
-    assert len(engine._evaluations) <= 8
+    assert len(engine._compiled.evaluations) <= 8
 
 
 def test_a_step_runs_under_debug_nans():
@@ -180,3 +205,34 @@ def test_a_step_runs_under_debug_nans():
     with jax.debug_nans(True):
         _, metrics = engine.step(state, {k: np.ones(8, np.int32) for k in ("x", "y")})
     assert np.isnan(metrics["learning_rate"])
+
+
+# --- padding -----------------------------------------------------------------------------------------------------
+
+PARAMS = {
+    "even": jnp.arange(16.0).reshape(8, 2),
+    "odd": jnp.arange(1.0, 16.0).reshape(5, 3),
+    "scalar": jnp.float32(2),
+    "stack": jnp.arange(1.0, 43.0).reshape(2, 3, 7),
+}
+PLAN = zero2jax.make_shard_plan(PARAMS, 4, layer_dims={"even": 0, "odd": 0, "scalar": 0, "stack": 1})
+
+
+def test_pad_then_unpad_is_the_identity_and_padding_is_zero():
+    mesh = zero2jax.make_mesh(data=4)
+    rest = jax.jit(lambda p: pad(p, PLAN, mesh))(PARAMS)
+    assert jax.tree.map(jnp.shape, rest) == {"even": (8, 2), "odd": (5, 4), "scalar": (), "stack": (2, 3, 8)}
+    for leaf, x in zip(PLAN.leaves, jax.tree.leaves(rest), strict=True):
+        assert x.sharding.spec == leaf.spec()
+    assert not np.asarray(rest["odd"])[:, 3:].any()
+    assert not np.asarray(rest["stack"])[..., 7:].any()
+    back = jax.jit(lambda r: unpad(r, PLAN, mesh))(rest)
+    jax.tree.map(np.testing.assert_array_equal, back, PARAMS)
+
+
+def test_elementwise_work_on_unpadded_leaves_communicates_nothing():
+    mesh = zero2jax.make_mesh(data=4)
+    rest = PLAN.rest_shapes(mesh)
+    work = lambda r: pad(jax.tree.map(lambda x: jnp.tanh(x) * 2, unpad(r, PLAN, mesh)), PLAN, mesh)
+    compiled = jax.jit(work, out_shardings=PLAN.shardings(mesh)).lower(rest).compile()
+    assert not collectives(compiled.as_text())

@@ -349,6 +349,33 @@ def test_frozen_in_aux_becomes_the_new_value_of_frozen_leaves(num_microbatches):
     assert set(metrics[0]["aux"]) == {"largest"}
 
 
+SLASHES = {"w": jnp.ones(3), "a/b": jnp.zeros(2), "a": {"b": jnp.zeros(2)}}  # two leaves that print as 'a/b'
+
+
+def test_a_new_value_goes_to_the_frozen_leaf_and_not_to_one_that_prints_alike():
+    def loss(params, batch):
+        trained = (batch @ params["w"]).mean() + 0 * params["a/b"].sum()
+        return trained, {"frozen": {"a": {"b": params["a"]["b"] + 5}}}
+
+    trainable = {"w": True, "a/b": True, "a": {"b": False}}
+    engine = make_engine(2, loss_fn=loss, tx=optax.sgd(0.1), trainable=trainable)
+    state, _ = train(engine, engine.init(SLASHES), [np.ones((4, 3), np.float32)] * 2)
+    found = engine.params(state)
+    np.testing.assert_array_equal(found["a/b"], 0)  # trainable, of gradient 0
+    np.testing.assert_array_equal(found["a"]["b"], 10)
+
+    def both(params, batch):
+        new = {"a/b": jnp.full(2, 1.0), "a": {"b": jnp.full(2, 2.0)}}
+        return loss(params, batch)[0], {"frozen": new}
+
+    trainable = {"w": True, "a/b": False, "a": {"b": False}}
+    engine = make_engine(2, loss_fn=both, trainable=trainable)
+    state, _ = train(engine, engine.init(SLASHES), [np.ones((4, 3), np.float32)])
+    found = engine.params(state)
+    np.testing.assert_array_equal(found["a/b"], 1)
+    np.testing.assert_array_equal(found["a"]["b"], 2)
+
+
 def test_a_batch_without_weight_changes_nothing_and_makes_no_nan():
     batch = make_batch() | {"weight": np.zeros(24, np.float32)}
 

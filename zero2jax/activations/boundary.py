@@ -4,17 +4,17 @@
 
   partitioned   this device's slice along a mesh axis (flattened, padded to a multiple of the axis), gathered again when
                 the segment is recomputed
-  offloaded     in pinned host memory, whole or its slice
+  offloaded     in pinned host memory, in full or this device's slice
   fenced        behind an optimization barrier, in forward and in backward, across which the compiler moves nothing
 
 Partitioning pays where several devices hold the same activation, which is what tensor parallelism does: over the model
-axis M, the saved bytes fall to 1/M for one all-gather per segment in backward. (And one in forward: `jax.checkpoint`
-runs the same equations both times, so forward works on the gathered slice, too.) Over the data axis it saves nothing:
+axis M, the saved bytes fall to 1/M for one all-gather per segment in backward, and one in forward: `jax.checkpoint`
+runs the same equations both times. Over the data axis it saves nothing:
 each data shard works on other examples, so there is no second copy to drop, and what one device leaves out nobody else
 has. (The article on ZeRO-R, arXiv:1910.02054 section 6.1, names the model-parallel degree; the text that this feature
 is often quoted from says data-parallel degree. DeepSpeed's code partitions over the model-parallel group.)
 
-The slice is cut in an inner `shard_map` that is manual over the axis: a sharding constraint on the saved value is not
+The slice is taken in an inner `shard_map` that is manual over the axis: a sharding constraint on the saved value is not
 honoured by jax 0.10 inside a region that is manual over the data axis. Under a plain `jax.jit`, where the batch dim is
 sharded over `data` automatically, the flattening makes the compiler move activations between data shards: use
 partitioning inside `shard_map` over the data axis, as `Engine` does.
@@ -102,13 +102,12 @@ class Boundary:
             return jax.lax.dynamic_slice_in_dim(flat, index[0] * part, part)
 
         flat = jnp.pad(x.reshape(-1), (0, size - x.size))
-        index = jnp.arange(
-            self.num_shards
-        )  # no `axis_index`: not allowed in an inner manual region of jax 0.10
+        # Not `axis_index`, which is not allowed in an inner manual region of jax 0.10.
+        index = jnp.arange(self.num_shards)
         return self._manual(local, (P(), P(self.axis_name)), P(self.axis_name))(flat, index)
 
-    def _whole(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The activation that `_slice` cut."""
+    def _gathered(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """The full activation, gathered from the slices that `_slice` took."""
         gather = lambda y: jax.lax.all_gather(y, self.axis_name, tiled=True)
         flat = self._manual(gather, P(self.axis_name), P())(x)
         return flat[: math.prod(shape)].reshape(shape)
@@ -130,10 +129,10 @@ class Boundary:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _restored(boundary: Boundary, saved: jax.Array, x: jax.Array) -> jax.Array:
     """`x` from its saved slice; `x` is not read, it gives the cotangent a way out that needs no collective."""
-    return boundary._whole(saved, x.shape)
+    return boundary._gathered(saved, x.shape)
 
 
 _restored.defvjp(
-    lambda boundary, saved, x: (boundary._whole(saved, x.shape), None),
+    lambda boundary, saved, x: (boundary._gathered(saved, x.shape), None),
     lambda boundary, _, grad: (None, grad),
 )

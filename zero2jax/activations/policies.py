@@ -48,7 +48,7 @@ class TensorPolicy:
     Attributes:
       saved: names of tensors to keep on the device.
       offloaded: names of tensors to keep in pinned host memory.
-      recomputed: names that are recomputed, as all the rest is; named to be checked.
+      recomputed: names that are recomputed, as all others are; named to be checked.
     """
 
     saved: tuple[str, ...] = ()
@@ -144,7 +144,7 @@ def remat_policy(policy: PolicyLike) -> Policy:
     if isinstance(policy, str):
         if policy == NESTED:
             raise ValueError(
-                "looking up the remat policy 'nested': it cuts a stack of layers into segments, so it needs the whole "
+                "looking up the remat policy 'nested': it cuts a stack of layers into segments, so it needs the "
                 "loss function. Use zero2jax.remat_layers or Engine(activations=...), or another policy here."
             )
         if policy not in WORDS:

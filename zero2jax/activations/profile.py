@@ -7,13 +7,14 @@ compiled as a program of its own and run on values of its shapes, on the first l
   backward     from everything that backward needs (policy `everything`)
   recompute    backward from what the policy saves, less the line above
 
-Parameters of the segment are whole there, and neither gathered nor partitioned; tensor parallelism is left out. What
-memory the phases take is read from the compiled programs.
+Parameters of the segment are replicated there, so no phase gathers; tensor parallelism is left out. What memory the
+phases take is read from the compiled programs.
 """
 
 import dataclasses
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from zero2jax.activations.layers import Segment
+from zero2jax.activations.layers import ActivationSettings, Segment, remat_layers
 from zero2jax.activations.policies import Policy
 from zero2jax.base import jaxprs
 from zero2jax.base.tables import aligned, readable_bytes
@@ -72,26 +73,44 @@ class ActivationProfile:
 
     def table(self) -> str:
         """The profile as text."""
-        cells = [("segment of", "runs", "forward", "recompute", "backward", "saved", "instead of")]
+        cells: list[tuple[str, ...]] = [
+            ("segment of", "runs", "forward", "recompute", "backward", "saved", "instead of")
+        ]
         for s in self.segments:
             layers = "1 layer" if s.num_layers == 1 else f"{s.num_layers} layers"
             seconds = (s.forward.seconds, s.recompute_s, s.backward.seconds)
             sizes = (s.saved_bytes, s.everything_bytes)
-            cells.append(
-                (
-                    layers,
-                    str(s.num_runs),
-                    *(f"{1e3 * t:.3f} ms" for t in seconds),
-                    *map(readable_bytes, sizes),
-                )  # type: ignore[arg-type]
-            )
+            times = [f"{1e3 * t:.3f} ms" for t in seconds]
+            cells.append((layers, str(s.num_runs), *times, *map(readable_bytes, sizes)))
         lines = aligned(cells, right=range(1, 7))
         lines.append(
-            "per segment and device, each phase a program of its own; parameters whole, no collectives"
+            "per segment and device, each phase a program of its own; full parameters, no collectives"
         )
         return "\n".join(lines)
 
     __str__ = table
+
+
+def profile_loss(
+    loss: Callable[..., Any],
+    settings: ActivationSettings,
+    trace: Callable[[Callable[..., Any]], Any],
+    device: jax.Device,
+) -> ActivationProfile:
+    """The profile of a loss function's segments, as `settings` cuts them.
+
+    Args:
+      loss: the loss function.
+      settings: what is saved; partitioning and offload, which one device cannot show, are left out.
+      trace: traces the computation that the loss belongs to, with the function it is given in the place of the loss.
+      device: where to run.
+    """
+    segments: list[Segment] = []
+    local = dataclasses.replace(settings, partition_axis=None, offload=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the step's own trace says the same
+        trace(remat_layers(loss, local, on_segment=segments.append))
+    return profile_segments(segments, device)
 
 
 def profile_segments(segments: Sequence[Segment], device: jax.Device) -> ActivationProfile:
@@ -117,13 +136,13 @@ def _profile(segment: Segment, device: jax.Device) -> SegmentProfile:
     backward, everything = _backward(segment, jax.checkpoint_policies.everything_saveable, inputs)
     recomputing, saved = _backward(segment, segment.policy, inputs)
     return SegmentProfile(
-        segment.num_layers,
-        segment.num_runs,
-        forward,
-        backward,
-        max(recomputing.seconds - backward.seconds, 0.0),
-        saved,
-        everything,
+        num_layers=segment.num_layers,
+        num_runs=segment.num_runs,
+        forward=forward,
+        backward=backward,
+        recompute_s=max(recomputing.seconds - backward.seconds, 0.0),
+        saved_bytes=saved,
+        everything_bytes=everything,
     )
 
 
@@ -146,9 +165,8 @@ def _backward(segment: Segment, policy: Policy, inputs: list[jax.Array]) -> tupl
         return out, leaves
 
     jaxpr, shapes = jaxprs.trace(forward, inputs)
-    passed_on = [
-        x for x, mark in zip(jaxprs.inputs(jaxpr), segment.is_boundary, strict=True) if not mark
-    ]  # parameters and the like, which rest elsewhere
+    # Parameters and the like, which are stored elsewhere.
+    passed_on = [x for x, mark in zip(jaxprs.inputs(jaxpr), segment.is_boundary, strict=True) if not mark]
     residuals = jaxprs.outputs(jaxpr)[len(shapes[0]) :]
     saved = [v.aval for v in residuals if not any(v is x for x in passed_on)]
     out, leaves = jax.jit(forward)(inputs)

@@ -1,6 +1,6 @@
 """Remat by hand: `remat(fn, policy=...)` for a function or block, `layer(fn)` to mark blocks of an unrolled model.
 
-`remat` is `jax.checkpoint` with the policies of `remat_policies`. It takes plain functions, functions of NNX modules,
+`remat` is `jax.checkpoint` with the policies of `policies`. It takes plain functions, functions of NNX modules,
 and classes of Linen modules (through `flax.linen.remat`). `layer` changes nothing by itself: it leaves a mark in the
 traced program, by which `remat_layers`, and so the options of `Engine`, find the blocks of a model that has no loop.
 """
@@ -33,7 +33,7 @@ def remat(
       fn: a function of arrays (or NNX modules), or a Linen module class.
       policy: see `remat_policy`.
       prevent_cse: keep the compiler from merging the recomputation with forward; False inside of `scan`.
-      static_argnums: arguments that are no arrays.
+      static_argnums: positions of arguments that are no arrays.
 
     Raises:
       ValueError: unknown policy; when called, a tensor name that `fn` does not have (a Linen class is not asked).
@@ -67,7 +67,7 @@ def layer(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, marked as one block of an unrolled model; it computes the same.
 
     Arguments are arrays, trees of them, or NNX modules: close over everything else. The activation that enters the
-    block is found among the arguments.
+    block is one of the arguments.
 
     Raises:
       TypeError: `fn` is a class.

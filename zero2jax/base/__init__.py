@@ -1,1 +1,14 @@
-"""The room `base`."""
+"""What everything else stands on. Knows neither ZeRO nor a configuration, a checkpoint or the command line.
+
+The files, in reading order:
+
+  pytrees         names, shapes and choices of the leaves of a tree
+  mesh            device meshes, and which of their axes hold different examples
+  batches         batches: checked, placed over the devices, ordered over epochs
+  losses          what a loss function returns, and its exact mean over devices and microbatches
+  transformation  what is asked of an optax transformation
+  jaxprs          everything that knows the insides of a jaxpr
+  tables          aligned text, readable bytes
+
+Imports no other room.
+"""

@@ -21,7 +21,7 @@ from zero2jax.base.pytrees import PyTree, path_string, shapes_of
 
 
 def check_batch(batch: PyTree, num_shards: int, num_microbatches: int, batch_size: int | None = None) -> int:
-    """The number of examples in a global batch, after checking that it can be cut up.
+    """The number of examples in a global batch, after checking that it can be divided.
 
     Raises:
       ValueError: no leaves; a leaf without a leading dim; leaves of different length; a length that is not a
@@ -35,8 +35,9 @@ def check_batch(batch: PyTree, num_shards: int, num_microbatches: int, batch_siz
     for path, shape in leaves:
         if not shape:
             raise ValueError(
-                f"reading the batch: leaf {path!r} is a scalar, without a leading dim to cut over devices. Every leaf "
-                f"must be of shape (batch, ...): repeat the value per example, or close over it in the loss function."
+                f"reading the batch: leaf {path!r} is a scalar, without a leading dim to shard over devices. Every "
+                f"leaf must be of shape (batch, ...): repeat the value per example, or close over it in the loss "
+                f"function."
             )
     path, shape = leaves[0]
     num_examples = shape[0]
@@ -57,23 +58,23 @@ def check_batch(batch: PyTree, num_shards: int, num_microbatches: int, batch_siz
     if batch_size is not None and num_examples != batch_size:
         raise ValueError(
             f"reading the batch: it has {num_examples} examples, and the batch size was set to {batch_size} "
-            f"(over all {num_shards} devices and {num_microbatches} microbatches). Pass whole batches, or leave the "
+            f"(over all {num_shards} devices and {num_microbatches} microbatches). Pass full batches, or leave the "
             f"batch size out."
         )
     return num_examples
 
 
 def place_batch(batch: PyTree, mesh: Mesh, axis_name: AxisName) -> PyTree:
-    """The batch as global arrays cut over the data axis along their leading dim; arrays already there are kept.
+    """The batch as global arrays sharded over the data axis along their leading dim; arrays already there are kept.
 
-    Of several processes each must pass the same whole batch, which JAX compares; `global_batch` saves that.
+    Of several processes each must pass the same global batch, which JAX compares; `global_batch` saves that.
 
     Raises:
       ValueError: the processes passed different batches.
     """
     sharding = NamedSharding(mesh, P(axis_name))
 
-    def one(x: Any) -> jax.Array:
+    def place(x: Any) -> jax.Array:
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
         try:
@@ -81,17 +82,17 @@ def place_batch(batch: PyTree, mesh: Mesh, axis_name: AxisName) -> PyTree:
         except AssertionError as error:  # JAX's way to say so
             raise ValueError(
                 f"placing the batch: an array of shape {np.shape(x)} is not the same in all {jax.process_count()} "
-                f"processes. Pass each the same whole batch, or join what each has loaded by zero2jax.global_batch."
+                f"processes. Pass each the same global batch, or join what each has loaded by zero2jax.global_batch."
             ) from error
 
-    return jax.tree.map(one, batch)
+    return jax.tree.map(place, batch)
 
 
 def local_rows(batch_size: int, mesh: Mesh, axis_name: str = DATA_AXIS) -> np.ndarray:
     """Which rows of a batch of `batch_size` examples the devices of this process hold, ascending.
 
     Raises:
-      ValueError: the batch cannot be cut over the devices.
+      ValueError: the batch does not divide over the devices.
     """
     axes = data_axes(mesh, axis_name).batch
     num_shards = axis_size(mesh, axes)
@@ -110,19 +111,19 @@ def local_rows(batch_size: int, mesh: Mesh, axis_name: str = DATA_AXIS) -> np.nd
 def global_batch(
     local_batch: PyTree, mesh: Mesh, *, batch_size: int | None = None, axis_name: str = DATA_AXIS
 ) -> PyTree:
-    """One global array per leaf, cut over the data axis, from the rows that each process has loaded. No communication.
+    """One global array per leaf, sharded over the data axis, from the rows that each process has loaded.
 
-    Every process must pass the same number of rows. A process cannot see that another has fewer, and would wait for it
-    in the next step: give `batch_size`, and an uneven last batch is refused.
+    No communication. Every process must pass the same number of rows. A process cannot see that another has fewer, and
+    would wait for it in the next step: give `batch_size`, and an uneven last batch is refused.
 
     Args:
       local_batch: pytree of arrays (rows of this process, ...); row i is row `local_rows(...)[i]` of the global batch.
       mesh: device mesh.
       batch_size: examples over all devices, if they are known.
-      axis_name: mesh axis to cut over, and over the groups of an axis `replica`, too.
+      axis_name: mesh axis to shard over, and over the groups of an axis `replica`, too.
 
     Raises:
-      ValueError: leaves without rows or of different length; a number of rows that cannot be cut over the devices of
+      ValueError: leaves without rows or of different length; a number of rows that does not divide over the devices of
         this process, or is not its part of `batch_size`.
 
     Example:
@@ -143,12 +144,12 @@ def global_batch(
         )
     sharding = NamedSharding(mesh, P(axes))
 
-    def one(x: Any) -> jax.Array:
+    def join(x: Any) -> jax.Array:
         x = np.asarray(x)
         shape = (num_rows // num_local * num_shards, *x.shape[1:])
         return jax.make_array_from_process_local_data(sharding, x, shape)
 
-    return jax.tree.map(one, local_batch)
+    return jax.tree.map(join, local_batch)
 
 
 def abstract_batch(batch: PyTree, mesh: Mesh, axis_name: AxisName) -> PyTree:
@@ -169,10 +170,10 @@ class BatchOrder:
       mesh: device mesh; it says which rows of a batch belong to this process.
       seed: of the order.
       position: how many batches have been drawn: 0 at first; set it to continue from a checkpoint.
-      axis_name: mesh axis that batches are cut over.
+      axis_name: mesh axis that batches are sharded over.
 
     Raises:
-      ValueError: the batch cannot be cut over the devices, or is larger than the data set.
+      ValueError: the batch does not divide over the devices, or is larger than the data set.
 
     Example:
       >>> import zero2jax
@@ -208,7 +209,7 @@ class BatchOrder:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Whole batches in one pass over the data."""
+        """Full batches in one pass over the data."""
         return self.num_examples // self.batch_size
 
     def __iter__(self) -> Iterator[np.ndarray]:
@@ -217,19 +218,17 @@ class BatchOrder:
     def __next__(self) -> np.ndarray:
         epoch, batch = divmod(_checked(self.position), self.batches_per_epoch)
         if epoch != self._epoch:
-            self._epoch, self._order = (
-                epoch,
-                np.random.default_rng((self.seed, epoch)).permutation(self.num_examples),
-            )
+            generator = np.random.default_rng((self.seed, epoch))
+            self._epoch, self._order = epoch, generator.permutation(self.num_examples)
         self.position += 1
         return self._order[batch * self.batch_size + self._rows]
 
 
 def _checked(position: int) -> int:
-    found = np.asarray(position)
-    if found.ndim or not np.issubdtype(found.dtype, np.integer) or found < 0:
+    number = np.asarray(position)
+    if number.ndim or not np.issubdtype(number.dtype, np.integer) or number < 0:
         raise ValueError(
             f"ordering examples from position {position!r} on: it is the number of batches that have been drawn, a "
             f"whole number of at least 0. Set the `position` that was saved."
         )
-    return int(found)
+    return int(number)

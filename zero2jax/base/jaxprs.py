@@ -1,7 +1,8 @@
 """Everything that knows the insides of a jaxpr, and how they differ between jax versions.
 
-Stands below the rest: `point_of_use` walks a loss function's equations with these helpers and never looks at
-an equation's parameters itself. Works on jax 0.10 (`scan` with `num_consts`, `ClosedJaxpr`, sub-functions from
+A jaxpr is what `jax.make_jaxpr` returns: input variables, a list of equations, output variables. `evaluate` runs one,
+equation by equation, with a function of ours in the place of each primitive; the other functions say what an equation
+is and take it apart. Works on jax 0.10 (`scan` with `num_consts`, `ClosedJaxpr`, sub-functions from
 `get_bind_params`) and on jax 0.12 (`scan` with `ft_in`, one `Jaxpr` class). The test of this module runs on
 both and names what to look at when a new jax changes them.
 """
@@ -17,12 +18,15 @@ from jax.extend.core import Literal
 
 from zero2jax.base.pytrees import PyTree
 
+Apply = Callable[[Any, list[Any]], Sequence[Any]]
+"""(equation, operands) -> outputs: what `evaluate` does in the place of an equation's primitive."""
+
 CALL_PRIMITIVES = frozenset({"jit", "pjit", "closed_call", "core_call"})
 CHECKPOINT_PRIMITIVES = frozenset({"checkpoint", "remat", "remat2"})
 
 
 class Scan(NamedTuple):
-    """The parts of a `scan` equation; its operands are `consts`, then `carry`, then the scanned-over `xs`."""
+    """The parts of a `scan` equation, whose operands are `consts`, then `carry`, then the scanned-over `xs`."""
 
     body: Any
     num_consts: int
@@ -35,28 +39,52 @@ def trace(fun: Callable[..., PyTree], *args: PyTree) -> tuple[Any, PyTree]:
     return jax.make_jaxpr(fun, return_shape=True)(*args)
 
 
+def _open(jaxpr: Any) -> Any:
+    """The jaxpr inside a `ClosedJaxpr`, which jax 0.10 wraps around it and jax 0.12 does not know."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
 def equations(jaxpr: Any) -> Sequence[Any]:
     """The equations of an open or closed jaxpr, in order."""
-    return getattr(jaxpr, "jaxpr", jaxpr).eqns
+    return _open(jaxpr).eqns
 
 
 def inputs(jaxpr: Any) -> Sequence[Any]:
     """The input variables of an open or closed jaxpr, constants left out."""
-    return getattr(jaxpr, "jaxpr", jaxpr).invars
+    return _open(jaxpr).invars
 
 
 def outputs(jaxpr: Any) -> Sequence[Any]:
     """The output variables of an open or closed jaxpr, literals among them."""
-    return getattr(jaxpr, "jaxpr", jaxpr).outvars
+    return _open(jaxpr).outvars
 
 
-def evaluate(jaxpr: Any, args: Sequence[Any], apply: Callable[[Any, list[Any]], Sequence[Any]]) -> list[Any]:
+def evaluate(jaxpr: Any, args: Sequence[Any], apply: Apply) -> list[Any]:
     """Run a jaxpr on `args`, handing each equation and its operands to `apply`; returns the outputs.
 
     Each call of `apply` happens under the equation's own name scope, source position and context (mesh,
     compute type, XLA metadata), so what it binds carries them on.
     """
-    return evaluate_by_runs(jaxpr, args, (), apply, lambda part, operands: ())
+    env = _environment(jaxpr, args)
+    for eqn in equations(jaxpr):
+        _step(eqn, env, apply)
+    return [_read(v, env) for v in outputs(jaxpr)]
+
+
+def _environment(jaxpr: Any, args: Sequence[Any]) -> dict[Any, Any]:
+    """The value of each variable that is known at the start: constants and inputs."""
+    variables = [*_open(jaxpr).constvars, *inputs(jaxpr)]
+    return dict(zip(variables, [*getattr(jaxpr, "consts", ()), *args], strict=True))
+
+
+def _step(eqn: Any, env: dict[Any, Any], apply: Apply) -> None:
+    with _context(eqn):
+        results = apply(eqn, [_read(v, env) for v in eqn.invars])
+    env.update(zip(eqn.outvars, results, strict=True))
+
+
+def _read(atom: Any, env: dict[Any, Any]) -> Any:
+    return atom.val if isinstance(atom, Literal) else env[atom]
 
 
 @contextlib.contextmanager
@@ -76,22 +104,19 @@ class Run(NamedTuple):
 
 def runs(jaxpr: Any, ranges: Sequence[tuple[int, int]]) -> list[Run]:
     """The equations `[start, stop)` of each range, with the variables that go in and that are used afterwards."""
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    found = []
+    result = []
     for start, stop in ranges:
-        eqns = inner.eqns[start:stop]
+        eqns = equations(jaxpr)[start:stop]
         made = {v for eqn in eqns for v in eqn.outvars}
         read = dict.fromkeys(v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))
-        later = {v for eqn in inner.eqns[stop:] for v in eqn.invars if not isinstance(v, Literal)}
-        later |= {v for v in inner.outvars if not isinstance(v, Literal)}
-        outputs = tuple(v for eqn in eqns for v in eqn.outvars if v in later)
-        found.append(Run(eqns, tuple(v for v in read if v not in made), outputs))
-    return found
+        later = {v for eqn in equations(jaxpr)[stop:] for v in eqn.invars if not isinstance(v, Literal)}
+        later |= {v for v in outputs(jaxpr) if not isinstance(v, Literal)}
+        kept = tuple(v for eqn in eqns for v in eqn.outvars if v in later)
+        result.append(Run(eqns, tuple(v for v in read if v not in made), kept))
+    return result
 
 
-def evaluate_run(
-    run: Run, args: Sequence[Any], apply: Callable[[Any, list[Any]], Sequence[Any]]
-) -> list[Any]:
+def evaluate_run(run: Run, args: Sequence[Any], apply: Apply) -> list[Any]:
     """As `evaluate`, of a part of a jaxpr: its outputs from its inputs."""
     env = dict(zip(run.inputs, args, strict=True))
     for eqn in run.eqns:
@@ -103,32 +128,21 @@ def evaluate_by_runs(
     jaxpr: Any,
     args: Sequence[Any],
     parts: Sequence[Run],
-    apply: Callable[[Any, list[Any]], Sequence[Any]],
+    apply: Apply,
     apply_run: Callable[[Run, list[Any]], Sequence[Any]],
 ) -> list[Any]:
     """As `evaluate`, but the equations of each of `parts` go to `apply_run` all at once."""
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    env = dict(zip([*inner.constvars, *inner.invars], [*getattr(jaxpr, "consts", ()), *args], strict=True))
+    env = _environment(jaxpr, args)
     first = {id(part.eqns[0]): part for part in parts}
     inside = {id(eqn) for part in parts for eqn in part.eqns}
-    for eqn in inner.eqns:
+    for eqn in equations(jaxpr):
         part = first.get(id(eqn))
         if part is not None:
-            outputs = apply_run(part, [env[v] for v in part.inputs])
-            env.update(zip(part.outputs, outputs, strict=True))
+            results = apply_run(part, [env[v] for v in part.inputs])
+            env.update(zip(part.outputs, results, strict=True))
         elif id(eqn) not in inside:
             _step(eqn, env, apply)
-    return [_read(v, env) for v in inner.outvars]
-
-
-def _step(eqn: Any, env: dict[Any, Any], apply: Callable[[Any, list[Any]], Sequence[Any]]) -> None:
-    with _context(eqn):
-        outputs = apply(eqn, [_read(v, env) for v in eqn.invars])
-    env.update(zip(eqn.outvars, outputs, strict=True))
-
-
-def _read(atom: Any, env: dict[Any, Any]) -> Any:
-    return atom.val if isinstance(atom, Literal) else env[atom]
+    return [_read(v, env) for v in outputs(jaxpr)]
 
 
 def arrays(eqn: Any, operands: Sequence[Any]) -> list[Any]:
@@ -194,18 +208,17 @@ def _holds_code(value: Any) -> bool:
 
 def from_inputs(jaxpr: Any, marked: Sequence[bool]) -> set[Any]:
     """The variables that are computed from the marked inputs alone, those included."""
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    found = {v for v, mark in zip(inner.invars, marked, strict=True) if mark}
-    for eqn in inner.eqns:
+    alone = {v for v, mark in zip(inputs(jaxpr), marked, strict=True) if mark}
+    for eqn in equations(jaxpr):
         read = [v for v in eqn.invars if not isinstance(v, Literal)]
-        if read and all(v in found for v in read):
-            found.update(eqn.outvars)
-    return found
+        if read and all(v in alone for v in read):
+            alone.update(eqn.outvars)
+    return alone
 
 
-def marks(eqn: Any, found: set[Any]) -> list[bool]:
+def marks(eqn: Any, variables: set[Any]) -> list[bool]:
     """Which operands of an equation are among some variables."""
-    return [not isinstance(v, Literal) and v in found for v in eqn.invars]
+    return [not isinstance(v, Literal) and v in variables for v in eqn.invars]
 
 
 def call_name(eqn: Any) -> str:
@@ -225,15 +238,45 @@ def scan_parts(eqn: Any) -> Scan:
     return Scan(params["jaxpr"], num_consts, num_carry, options)
 
 
+def rebuild_scan(
+    step: Callable[..., Sequence[Any]],
+    num_consts: int,
+    num_carry: int,
+    operands: Sequence[Any],
+    options: dict[str, Any],
+) -> list[Any]:
+    """A scan like the one that `scan_parts` took apart, with another body.
+
+    Args:
+      step: `step(*consts, *carry, *slices)` -> `[*carry, *ys]`.
+      num_consts: how many operands come first that do not change.
+      num_carry: how many are carried.
+      operands: `[*consts, *carry, *xs]`; an element of `xs` may be a pytree of arrays.
+      options: length, reverse, unroll of `jax.lax.scan`.
+
+    Returns:
+      `[*carry, *ys]`.
+    """
+    split = num_consts + num_carry
+    consts, carry, xs = operands[:num_consts], operands[num_consts:split], operands[split:]
+
+    def body(carry: tuple[Any, ...], slices: tuple[Any, ...]) -> tuple[Any, Any]:
+        results = step(*consts, *carry, *slices)
+        return tuple(results[:num_carry]), tuple(results[num_carry:])
+
+    last, ys = jax.lax.scan(body, tuple(carry), tuple(xs), **options)
+    return [*last, *ys]
+
+
 def tensor_names(jaxpr: Any) -> set[str]:
     """Every `checkpoint_name` in a jaxpr and in what it runs."""
-    found: set[str] = set()
+    names: set[str] = set()
     for eqn in equations(jaxpr):
         if eqn.primitive.name == "name":
-            found.add(eqn.params["name"])
+            names.add(eqn.params["name"])
         for inner in inner_jaxprs(eqn):
-            found |= tensor_names(inner)
-    return found
+            names |= tensor_names(inner)
+    return names
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:

@@ -123,57 +123,66 @@ def _scalar(x: Any, name: str, *, integers: bool = False) -> jax.Array:
     kinds = (jnp.floating, jnp.integer, jnp.bool_) if integers else (jnp.floating,)
     good = single and jnp.shape(x) == () and any(jnp.issubdtype(jnp.result_type(x), k) for k in kinds)
     if not good:
-        found = jax.tree.map(lambda a: f"{jnp.result_type(a).name}{list(jnp.shape(a))}", x)
+        given = jax.tree.map(lambda a: f"{jnp.result_type(a).name}{list(jnp.shape(a))}", x)
         raise ValueError(
-            f"tracing the loss function: {name} is {found}, and it must be one floating scalar. Return the mean over "
+            f"tracing the loss function: {name} is {given}, and it must be one floating scalar. Return the mean over "
             f"the examples of the batch, as a scalar or as (scalar, aux)."
         )
     return jnp.asarray(x).astype(jnp.float32)
 
 
-def weighted(terms: LossTerms) -> LossTerms:
-    """The addends of one microbatch, which `over_microbatches` and `over_devices` sum up."""
+class WeightedSum(NamedTuple):
+    """Sums over slices of a batch, each counted by its weight: sum(w x), and sum(w) to divide it by.
 
-    def scaled(x: jax.Array) -> jax.Array:
-        if jnp.issubdtype(x.dtype, jnp.inexact):
-            wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-            return jnp.where(terms.weight == 0, jnp.zeros_like(wide), wide * terms.weight)
-        return x.astype(jnp.promote_types(x.dtype, jnp.int32)) if x.dtype.itemsize < 4 else x
+    The one place that knows how means over microbatches and devices come about: `of` each slice, `over_microbatches`
+    and `psum` add, `mean` and `inverse_weight` divide.
 
-    return terms._replace(loss=scaled(terms.loss), aux=jax.tree.map(scaled, terms.aux))
+    Fields:
+      loss: sum(w loss), float32 scalar.
+      weight: sum(w), float32 scalar.
+      aux: sum(w x) of floating leaves in at least float32; plain sums of integers, in at least 32 bits.
+      frozen: new values for frozen leaves: means over the slices, not weighted; of integers the maximum.
+    """
 
+    loss: jax.Array
+    weight: jax.Array
+    aux: PyTree
+    frozen: PyTree
 
-def over_microbatches(stacked: LossTerms) -> LossTerms:
-    """Addends stacked along a leading microbatch dim (K, ...), brought together."""
-    summed = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), stacked._replace(frozen=None))
-    return summed._replace(
-        frozen=jax.tree.map(lambda x: _mean_or_max(x, lambda y: y.mean(0)), stacked.frozen)
-    )
+    @classmethod
+    def of(cls, terms: LossTerms) -> "WeightedSum":
+        """The addends of one slice. A slice of weight 0 adds 0, whatever its loss is."""
 
+        def scaled(x: jax.Array) -> jax.Array:
+            if jnp.issubdtype(x.dtype, jnp.inexact):
+                wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+                return jnp.where(terms.weight == 0, jnp.zeros_like(wide), wide * terms.weight)
+            return x.astype(jnp.promote_types(x.dtype, jnp.int32)) if x.dtype.itemsize < 4 else x
 
-def over_devices(terms: LossTerms, axis_name: AxisName) -> LossTerms:
-    """Sums over mesh axes (frozen leaves: means or maxima). Per-device code."""
-    summed = jax.lax.psum(terms._replace(frozen=None), axis_name)
-    frozen = jax.tree.map(
-        lambda x: (
-            jax.lax.pmean(x, axis_name)
-            if jnp.issubdtype(x.dtype, jnp.floating)
-            else jax.lax.pmax(x, axis_name)
-        ),
-        terms.frozen,
-    )
-    return summed._replace(frozen=frozen)
+        return cls(scaled(terms.loss), terms.weight, jax.tree.map(scaled, terms.aux), terms.frozen)
 
+    def over_microbatches(self) -> "WeightedSum":
+        """The sum of sums that are stacked along a leading dim (K, ...)."""
+        added = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), self._replace(frozen=None))
+        joined = lambda x: x.mean(0) if jnp.issubdtype(x.dtype, jnp.floating) else x.max(0)
+        return added._replace(frozen=jax.tree.map(joined, self.frozen))
 
-def mean(totals: LossTerms) -> LossTerms:
-    """Totals divided by the total weight; integers stay sums, and without any weight every mean is 0."""
-    weight = jnp.where(totals.weight == 0, 1, totals.weight)
+    def psum(self, axis_name: AxisName) -> "WeightedSum":
+        """The sum over mesh axes. Per-device code."""
+        added = jax.lax.psum(self._replace(frozen=None), axis_name)
+        mean_or_max = lambda x: jax.lax.pmean if jnp.issubdtype(x.dtype, jnp.floating) else jax.lax.pmax
+        return added._replace(frozen=jax.tree.map(lambda x: mean_or_max(x)(x, axis_name), self.frozen))
 
-    def divided(x: jax.Array) -> jax.Array:
-        return x / weight if jnp.issubdtype(x.dtype, jnp.inexact) else x
+    def mean(self) -> LossTerms:
+        """Sums divided by the weight; integers stay sums, and without any weight every mean is 0."""
+        divided = lambda x: x / self._divisor if jnp.issubdtype(x.dtype, jnp.inexact) else x
+        return LossTerms(divided(self.loss), self.weight, jax.tree.map(divided, self.aux), self.frozen)
 
-    return totals._replace(loss=totals.loss / weight, aux=jax.tree.map(divided, totals.aux))
+    @property
+    def inverse_weight(self) -> jax.Array:
+        """What sums of w x, gradients say, are multiplied by to make them means, float32 scalar."""
+        return 1 / self._divisor
 
-
-def _mean_or_max(x: jax.Array, mean: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    return mean(x) if jnp.issubdtype(x.dtype, jnp.floating) else x.max(0)
+    @property
+    def _divisor(self) -> jax.Array:
+        return jnp.where(self.weight == 0, 1, self.weight)  # every addend of weight 0 is 0

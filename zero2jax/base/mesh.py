@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 DATA_AXIS = "data"
 REPLICA_AXIS = "replica"
+MODEL_AXIS = "model"
 
 AxisName = str | tuple[str, ...]
 """One mesh axis, or several as an entry of a PartitionSpec joins them, the first outermost."""
@@ -24,12 +25,12 @@ AxisName = str | tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class DataAxes:
-    """The mesh axes over whose devices the batch is cut, and those that the state at rest is cut over.
+    """The mesh axes that the batch is sharded over, and those that the state at rest is sharded over.
 
     Without a replica axis both are the data axis. With one, parameters are still gathered and gradients scattered over
     the data axis only, inside a group; what crosses groups is a shard of the gradients, once per step.
 
-      state whole in each group   12 P / N bytes at rest (MiCS, arXiv:2205.00119; hybrid sharding in PyTorch's FSDP)
+      state over each group       12 P / N bytes at rest (MiCS, arXiv:2205.00119; hybrid sharding in PyTorch's FSDP)
       state over all devices      12 P / (N R) at rest, and P / N parameters in the compute dtype during the step,
                                   gathered over the groups once (like the secondary partition of ZeRO++,
                                   arXiv:2306.10209, section 4.1)
@@ -37,7 +38,7 @@ class DataAxes:
     Attributes:
       shard: the data axis, of size N.
       replica: the axis of the groups, of size R, or None.
-      rest_over_replicas: the state at rest is cut over the groups too.
+      rest_over_replicas: the state at rest is sharded over the groups too.
     """
 
     shard: str = DATA_AXIS
@@ -51,12 +52,12 @@ class DataAxes:
 
     @property
     def batch(self) -> AxisName:
-        """What the leading dim of a batch is cut over."""
+        """What the leading dim of a batch is sharded over."""
         return self.shard if self.replica is None else self.names
 
     @property
     def rest(self) -> AxisName:
-        """What the sharded dim of a leaf at rest is cut over: inside a group first, then over the groups."""
+        """What the sharded dim of a leaf at rest is sharded over: inside a group first, then over the groups."""
         if self.rest_over_replicas and self.replica is not None:
             return (self.shard, self.replica)
         return self.shard
@@ -66,13 +67,13 @@ def data_axes(mesh: Mesh, axis_name: str = DATA_AXIS, *, rest_over_replicas: boo
     """The data axes of a mesh, after `check_mesh`; an axis called `replica` makes groups.
 
     Raises:
-      ValueError: the mesh cannot be used, or has no replica axis to cut the state over.
+      ValueError: the mesh cannot be used, or has no replica axis to shard the state over.
     """
     check_mesh(mesh, axis_name)
     replica = REPLICA_AXIS if REPLICA_AXIS in mesh.shape and axis_name != REPLICA_AXIS else None
     if rest_over_replicas and replica is None:
         raise ValueError(
-            f"cutting the state over groups of devices: the mesh has the axes {dict(mesh.shape)} and none called "
+            f"sharding the state over groups of devices: the mesh has the axes {dict(mesh.shape)} and none called "
             f"{REPLICA_AXIS!r}. Make one with zero2jax.make_mesh({REPLICA_AXIS}=..., {axis_name}=...)."
         )
     return DataAxes(axis_name, replica, rest_over_replicas)
@@ -81,9 +82,6 @@ def data_axes(mesh: Mesh, axis_name: str = DATA_AXIS, *, rest_over_replicas: boo
 def axis_size(mesh: Mesh, axes: AxisName) -> int:
     """The number of devices along one axis, or along several together."""
     return math.prod(mesh.shape[name] for name in ((axes,) if isinstance(axes, str) else axes))
-
-
-MODEL_AXIS = "model"
 
 
 def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axes: int) -> Mesh:
@@ -128,9 +126,11 @@ def check_mesh(mesh: Mesh, axis_name: str = DATA_AXIS) -> int:
       ValueError: the mesh has no such axis, or an axis of it is not of type Auto.
     """
     if axis_name not in mesh.shape:
+        others = [name for name in mesh.axis_names if name not in (REPLICA_AXIS, MODEL_AXIS)]
+        meant = f"Pass axis_name={others[0]!r} if that is the one, or make" if others else "Make"
         raise ValueError(
             f"looking for axis {axis_name!r} in a mesh with axes {dict(mesh.shape)}: state is sharded over that axis, "
-            f"so the mesh must have it. Make one with zero2jax.make_mesh({axis_name}={mesh.size})."
+            f"so the mesh must have it. {meant} a mesh with zero2jax.make_mesh({axis_name}={mesh.size})."
         )
     explicit = [n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t != AxisType.Auto]
     if explicit:
@@ -143,7 +143,7 @@ def check_mesh(mesh: Mesh, axis_name: str = DATA_AXIS) -> int:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of a value that every device holds whole."""
+    """The sharding of a value that every device holds in full."""
     return NamedSharding(mesh, P())
 
 

@@ -17,6 +17,14 @@ def path_string(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def path_names(path: Any) -> tuple[str, ...]:
+    """The names along a key path: they tell leaves apart, as `path_string` need not (`{"a/b": 0, "a": {"b": 0}}`).
+
+    Two leaves of the same names are the same parameter, in whatever containers their trees hold them.
+    """
+    return tuple(path_string((key,)) for key in path)
+
+
 def is_function(x: Any) -> bool:
     """Whether `x` is a function, and not a pytree that can be called, as an Equinox module is."""
     return callable(x) and jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
@@ -37,9 +45,9 @@ def shapes_of(tree: PyTree) -> PyTree:
     numeric = (bool, int, float, complex)
     wrong = [(path, x) for path, x in leaves if not (hasattr(x, "dtype") or isinstance(x, numeric))]
     if wrong:
-        found = ", ".join(f"{path_string(path)!r} ({type(x).__name__})" for path, x in wrong[:5])
+        named = ", ".join(f"{path_string(path)!r} ({type(x).__name__})" for path, x in wrong[:5])
         raise TypeError(
-            f"reading a tree of arrays: leaves that are not arrays: {found}. Keep such leaves out of the tree: close "
+            f"reading a tree of arrays: leaves that are not arrays: {named}. Keep such leaves out of the tree: close "
             f"over them in the loss function, as with equinox.partition(model, equinox.is_array) or nnx.split."
         )
 
@@ -68,20 +76,20 @@ def select_leaves(
     return [bool(x) for x in jax.tree.leaves(choice)]
 
 
-def check_same_structure(expected: PyTree, found: PyTree, expected_name: str, found_name: str) -> None:
+def check_same_structure(expected: PyTree, given: PyTree, expected_name: str, given_name: str) -> None:
     """Raise a ValueError that names the first leaf at which two trees differ in structure."""
-    if jax.tree.structure(expected) == jax.tree.structure(found):  # type: ignore[operator]
+    if jax.tree.structure(expected) == jax.tree.structure(given):  # type: ignore[operator]
         return
-    a, b = leaf_paths(expected), leaf_paths(found)
+    a, b = leaf_paths(expected), leaf_paths(given)
     missing = [p for p in a if p not in set(b)]
     extra = [p for p in b if p not in set(a)]
     if missing:
-        detail = f"{found_name} has no leaf {missing[0]!r}"
+        detail = f"{given_name} has no leaf {missing[0]!r}"
     elif extra:
-        detail = f"{found_name} has a leaf {extra[0]!r} that {expected_name} does not have"
+        detail = f"{given_name} has a leaf {extra[0]!r} that {expected_name} does not have"
     else:
-        detail = f"the containers differ: {jax.tree.structure(expected)} and {jax.tree.structure(found)}"
+        detail = f"the containers differ: {jax.tree.structure(expected)} and {jax.tree.structure(given)}"
     raise ValueError(
-        f"comparing {expected_name} with {found_name}: {detail}. Both must be trees of the same structure; "
+        f"comparing {expected_name} with {given_name}: {detail}. Both must be trees of the same structure; "
         f"pass the tree that `engine.init` was given, unchanged in its containers and names."
     )

@@ -34,18 +34,26 @@ def refuse_multi_steps(opt_state: PyTree) -> None:
 
 
 _MULTI_STEPS = (
-    "reading the optimizer: it contains optax.MultiSteps, which updates on every microbatch and keeps whole "
+    "reading the optimizer: it contains optax.MultiSteps, which updates on every microbatch and keeps full "
     "accumulators. The step accumulates by itself, in shards: pass the inner transformation, and set "
-    "num_microbatches (`gradient_accumulation_steps` in a DeepSpeed JSON) with the batch of the whole step. Around "
+    "num_microbatches (`gradient_accumulation_steps` in a DeepSpeed JSON) with the batch of the step. Around "
     "zero2jax.shard_optimizer, optax.MultiSteps may go on the outside."
 )
 
 
-class GivesItsNumbers(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
-    """A transformation made by `optax.inject_hyperparams` that gives its numbers anew at each update.
+def learning_rate(opt_state: PyTree) -> jax.Array | None:
+    """The learning rate that the optimizer's state shows (`optax.inject_hyperparams`), float32 scalar; None if none.
 
-    What a restored state says of them does not count.
+    Where several are shown (one per group), the first.
     """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
+        if path_string(path).endswith("hyperparams/learning_rate"):
+            return jnp.asarray(leaf, jnp.float32)
+    return None
+
+
+class ConfiguredTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
+    """A transformation whose numbers (a learning rate) stand in a configuration: they count after a restore."""
 
 
 def kept_numbers(opt_state: PyTree) -> dict[str, jax.Array]:
@@ -58,14 +66,3 @@ def kept_numbers(opt_state: PyTree) -> dict[str, jax.Array]:
         if found and not any(other == schedule or other.startswith(f"{schedule}/") for other in leaves):
             kept[name] = leaf
     return kept
-
-
-def learning_rate(opt_state: PyTree) -> jax.Array | None:
-    """The learning rate that the optimizer's state shows (`optax.inject_hyperparams`), float32 scalar; None if none.
-
-    Where several are shown (one per group), the first.
-    """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
-        if path_string(path).endswith("hyperparams/learning_rate"):
-            return jnp.asarray(leaf, jnp.float32)
-    return None

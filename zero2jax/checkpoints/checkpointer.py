@@ -1,29 +1,27 @@
 """Checkpoints that fit any number of devices, any stage and any mesh, and survive a crash.
 
-`Checkpointer` saves the logical state: arrays of true shape by name (see `checkpoint_format` for what lies on disk).
-Outside any jitted step. Orbax commits a save (temporary folder and rename, background thread, barriers between
-processes) and is imported when a `Checkpointer` that can save is built; reading needs only NumPy and the engine's
-shardings. Which checkpoints stay is decided here, after a save has succeeded in every process.
+`Checkpointer` saves the logical state: arrays of their true shapes, by name (`format` says what lies on disk). Outside
+any jitted step. Reading needs only NumPy and the engine's shardings; Orbax, which commits a save (temporary folder and
+rename, background thread, barriers between processes), is imported when a `Checkpointer` that can save is built.
 
 In several processes, every process calls `save`, `wait` and `restore` at the same point of the program, and the
 directory is one that all of them see. Limits: a machine that loses power may lose the rename of the last save; a
 process that dies while saving leaves the others waiting for at most `timeout_s`.
 """
 
-import contextlib
-import errno
 import operator
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from zero2jax.base.pytrees import PyTree
+from zero2jax.base.transformation import ConfiguredTransformation
 from zero2jax.checkpoints import directory as checkpoint_directory
 from zero2jax.checkpoints import extra as checkpoint_extra
 from zero2jax.checkpoints.format import (
@@ -43,6 +41,7 @@ from zero2jax.checkpoints.matching import (
 )
 from zero2jax.checkpoints.state_leaves import (
     HostBlock,
+    StateLeaf,
     host_blocks,
     manifest_info,
     optimizer_containers,
@@ -51,11 +50,11 @@ from zero2jax.checkpoints.state_leaves import (
     state_leaves,
 )
 from zero2jax.engine import Engine
-from zero2jax.zero.state import TrainState
-from zero2jax.zero.step import check_state
+from zero2jax.zero.state import TrainState, check_state, first_numbers
 
-_WAIT_AFTER_ERROR_S = 60  # for the threads of all processes to commit a save in progress
-_OTHER_PROCESS = "another process could not write and says why, or does not see this directory"
+if TYPE_CHECKING:  # they import Orbax
+    from zero2jax.checkpoints.orbax_handler import SaveState
+    from zero2jax.checkpoints.saver import Saver
 
 
 class Checkpointer:
@@ -63,13 +62,16 @@ class Checkpointer:
 
     Args:
       directory: where the checkpoints lie, on a file system that all processes share.
-      engine: the engine whose states are saved. Without one, the checkpointer only reads. The first save
-        clears away unfinished ones: let there be one that saves per directory.
+      engine: the engine whose states are saved. Without one, the checkpointer only reads. The first save clears
+        away unfinished ones, so only one checkpointer at a time may save to a directory.
       max_to_keep: older checkpoints are deleted once a newer one is complete; None keeps all.
       save_interval_steps: `save` does nothing at steps that are not a multiple of it.
       asynchronous: `save` returns once the shards are copied to the host, and a thread writes them.
       save_frozen: whether frozen parameters are saved too. Without them, `restore` takes them from `into`.
       timeout_s: how long a process waits for the others to finish a save.
+
+    Attributes:
+      restored_from: the `Checkpoint` that `restore` read last, which knows how many bytes it read; or None.
 
     Raises:
       CheckpointError: the directory cannot be made or written to, or holds something else.
@@ -111,31 +113,27 @@ class Checkpointer:
         self.directory = Path(directory).absolute()
         self.engine = engine
         self.save_interval_steps = save_interval_steps
-        self._max_to_keep = max_to_keep
-        self._timeout_s = timeout_s
+        self.restored_from: Checkpoint | None = None
         self._asynchronous = asynchronous
         self._save_frozen = save_frozen
-        self._lock = threading.RLock()
-        self._saving: int | None = None
-        self._closed = False
-        self._manager: Any = None  # made by the first save
-        self._handler: Any = None
+        self._saver: Saver | None = None
         checkpoint_directory.check_directory(self.directory)
         if engine is not None:
-            from zero2jax.checkpoints import orbax_handler  # noqa: F401, fails here and now if Orbax is not installed
+            from zero2jax.checkpoints import saver  # fails here and now if Orbax is not installed
 
             checkpoint_directory.make_writable(self.directory)
+            self._saver = saver.Saver(self.directory, max_to_keep=max_to_keep, timeout_s=timeout_s)
 
     def save(self, step: int, state: TrainState, extra: PyTree = None, *, force: bool = False) -> bool:
-        """Save the state after `step` steps; whether it was a step to save at.
+        """Save the state after `step` steps; returns False at a step that `save_interval_steps` skips, else True.
 
-        The state is only read. When this returns it may be donated, also if the writing goes on in a thread; an error
-        there is raised by `wait`, by `close`, or by the next `save` at a step to save at, once that has begun its own
-        writing. End a program with `close` or `wait`, or use `with`: Python allows no new work in threads once the main
+        The state is only read. Once this returns it may be donated, even while a thread still writes. An error in that
+        thread is raised by `wait`, by `close`, or by the next `save` that is not skipped, after its own writing has
+        begun. End a program with `close` or `wait`, or use `with`: Python allows no new work in threads once the main
         program has ended, so a save that is still being written then is lost.
 
         Args:
-          step: names the checkpoint; later than those in the directory.
+          step: number of updates taken, which names the checkpoint; later than those in the directory.
           state: a state of the engine.
           extra: what else to resume from: nested dicts, lists and tuples of numbers, strings, bytes and arrays.
             In several processes, that of the first process is saved.
@@ -147,27 +145,12 @@ class Checkpointer:
           ValueError: the state was donated to a step.
           TypeError: `extra` holds something else.
         """
-        with self._lock:
-            step = self._checked_step(step)
-            if not force and step % self.save_interval_steps:
-                self._check_savable(step, state)
-                return False
-            earlier = self._wait_for_error()
-            problem: Exception | None = None
-            try:
-                item = self._prepared(step, state, extra)
-            except Exception as error:
-                problem = error
-                if earlier is not None:
-                    error.add_note(f"The save before failed too: {earlier}")
-            self._begin_everywhere(step, problem)
-            self._save(step, item)
-            if not self._asynchronous:
-                self.wait()
-            if earlier is not None:
-                earlier.add_note(f"Step {step} was saved or is being saved all the same.")
-                raise earlier
-            return True
+        step, engine, saver = self._checked_step(step)
+        if not force and step % self.save_interval_steps:
+            _check_not_donated(step, state, engine, self.directory)
+            return False
+        saver.save(step, lambda: self._prepared(step, state, engine, extra))
+        return True
 
     def restore(
         self,
@@ -203,8 +186,8 @@ class Checkpointer:
         engine = engine or self.engine
         if engine is None:
             raise CheckpointError(
-                f"restoring from {self.directory}: no engine was given. Call restore(engine), whose mesh, stage and "
-                f"optimizer decide where the state goes."
+                f"restoring from {self.directory}: no engine was given. Call checkpointer.restore(engine): its "
+                f"mesh, stage and optimizer decide where the state goes."
             )
         layout, mesh = engine.layout, engine.mesh
         leaves = state_leaves(layout, mesh)
@@ -214,7 +197,7 @@ class Checkpointer:
             given = jax.tree.leaves(into)
         folder = find_checkpoint(self.directory, self._agreed(step))
         try:
-            checkpoint = Checkpoint(folder)
+            checkpoint = self.restored_from = Checkpoint(folder)
             sources = match_leaves(
                 checkpoint, leaves, select=select, rename=rename, strict=strict, has_into=into is not None
             )
@@ -227,13 +210,17 @@ class Checkpointer:
             ]
             extra = checkpoint.extra()
         except DamagedError as error:
+            if not folder.exists():
+                raise CheckpointError(
+                    f"restoring {folder}: it was deleted while it was read; max_to_keep of the program that saves here "
+                    f"deletes the oldest. Restore again, a later step."
+                ) from error
             raise DamagedError(f"{error} {self._way_back(int(folder.name))}") from error
         state = restored_state(layout.abstract_state(mesh), restored)
-        warn_of_other_numbers(str(folder), engine.numbers_of_the_optimizer(state), taken)
-        return state, extra
+        return _with_its_numbers(str(folder), engine, state, leaves, taken), extra
 
     def info(self, step: int | None = None) -> dict[str, Any]:
-        """What a checkpoint says of itself: `versions`, `config`, `engine` (stage, mesh, batch) and `rng_impl`."""
+        """What a checkpoint records beside the arrays: `versions`, `config`, `engine` (settings, mesh), `rng_impl`."""
         return Checkpoint(find_checkpoint(self.directory, step)).info
 
     def latest_step(self) -> int | None:
@@ -250,31 +237,17 @@ class Checkpointer:
         Raises:
           CheckpointError: it failed.
         """
-        with self._lock:
-            step = self._saving
-            if step is None:
-                return
-            error: Exception | None = None
-            try:
-                self._manager.wait_until_finished()
-            except Exception as from_orbax:
-                error = from_orbax
-            self._saving = None
-            error = self._handler.take_error() or error
-            if not self._complete_everywhere(step, error):
-                self._fail(step, error)
-            self._delete_old()
+        if self._saver is not None:
+            self._saver.wait()
 
     def close(self) -> None:
-        """Wait for the save in progress and end the threads."""
-        with self._lock:
-            try:
-                self.wait()
-            finally:
-                self._closed = True
-                manager, self._manager = self._manager, None
-                if manager is not None:
-                    manager.close()
+        """Wait for the save in progress and end the threads.
+
+        Raises:
+          CheckpointError: it failed.
+        """
+        if self._saver is not None:
+            self._saver.close()
 
     def __enter__(self) -> Self:
         return self
@@ -286,32 +259,21 @@ class Checkpointer:
         traceback: TracebackType | None,
     ) -> None:
         if error is None:
-            return self.close()
-        # The other processes may be anywhere in their program: no collective here, and no long wait for them.
-        try:
-            if jax.process_count() == 1:
-                self.close()
-            elif self._saving is not None:
-                committed = threading.Thread(target=self._wait_quietly, args=(self._manager,), daemon=True)
-                committed.start()
-                committed.join(_WAIT_AFTER_ERROR_S)
-        except Exception as of_close:
-            error.add_note(f"Closing {self.directory}: {of_close}")
-        return None
+            self.close()
+        elif self._saver is not None:
+            try:
+                self._saver.close_after_error()
+            except Exception as of_close:
+                error.add_note(f"Closing {self.directory}: {of_close}")
 
-    @staticmethod
-    def _wait_quietly(manager: Any) -> None:
-        with contextlib.suppress(Exception):
-            manager.wait_until_finished()
-
-    def _checked_step(self, step: int) -> int:
+    def _checked_step(self, step: int) -> tuple[int, Engine, "Saver"]:
         doing = f"saving step {step} to {self.directory}"
-        if self.engine is None:
+        if self.engine is None or self._saver is None:
             raise CheckpointError(
                 f"{doing}: this Checkpointer was built without an engine, to read. Build it as "
                 f"Checkpointer(directory, engine)."
             )
-        if self._closed:
+        if self._saver.closed:
             raise CheckpointError(f"{doing}: this Checkpointer was closed. Build another one.")
         number = operator.index(step)
         if number < 0:
@@ -320,88 +282,38 @@ class Checkpointer:
             raise ValueError(
                 f"{doing}: several processes agree on steps as int32. Number steps below 2**31, as state.step does."
             )
-        return number
+        return number, self.engine, self._saver
 
-    def _check_savable(self, step: int, state: TrainState) -> None:
-        assert self.engine is not None
-        check_state(state, self.engine.layout)
-        if any(x.is_deleted() for x in jax.tree.leaves(state)):
-            raise ValueError(
-                f"saving step {step} to {self.directory}: this state was donated to a later step and is gone. Save "
-                f"the state that engine.step returned, before it is given to the next."
-            )
+    def _prepared(self, step: int, state: TrainState, engine: Engine, extra: PyTree) -> "SaveState":
+        """What is to be saved; whatever can be refused is refused here, before anything is written."""
+        from zero2jax.checkpoints.orbax_handler import SaveState
 
-    def _wait_for_error(self) -> CheckpointError | None:
-        try:
-            self.wait()
-        except CheckpointError as error:
-            return error
-        return None
-
-    def _prepared(self, step: int, state: TrainState, extra: PyTree) -> Any:
-        """What the handler is to save; whatever can be refused is refused here, before anything is written."""
-        from zero2jax.checkpoints import orbax_handler
-
-        assert self.engine is not None
-        self._check_savable(step, state)
+        _check_not_donated(step, state, engine, self.directory)
         self._check_step(step)
         encoded, arrays = None, list[np.ndarray]()
         if jax.process_index() == 0:
             checkpoint_directory.make_writable(self.directory)
             encoded, arrays = checkpoint_extra.encode(extra)
-        info = {**manifest_info(self.engine), "frozen_saved": self._save_frozen, "step": step}
-        leaves = self._leaves_to_save(state, arrays)
-        return orbax_handler.SaveState(leaves, {**info, "extra": encoded}, self._asynchronous)
-
-    def _begin_everywhere(self, step: int, problem: Exception | None) -> None:
-        """Raise what is in the way of a save, in every process: one alone would leave the others waiting for it."""
-        if jax.process_count() > 1:
-            from jax.experimental import multihost_utils
-
-            fine = bool(np.all(multihost_utils.process_allgather(np.bool_(problem is None))))
-            if problem is None and not fine:
-                raise CheckpointError(
-                    f"saving step {step} to {self.directory}: another process cannot begin this save and says why. "
-                    f"Nothing of it was written."
-                )
-        if problem is not None:
-            raise problem
-
-    def _save(self, step: int, item: Any) -> None:
-        from zero2jax.checkpoints import orbax_handler
-
-        try:
-            if self._manager is None:
-                if jax.process_index() == 0:
-                    checkpoint_directory.clear_failed(self.directory)
-                self._manager, self._handler = orbax_handler.make_manager(self.directory, self._timeout_s)
-            elif list(self._manager.all_steps()) != self.all_steps():  # folders were deleted by hand
-                self._manager.reload()
-            self._manager.save(step, args=orbax_handler.composite(item), force=True)
-        except OSError as error:
-            self._fail(step, error)
-        except BaseException:
-            self._delete_unfinished(step)
-            raise
-        self._saving = step
+        info = manifest_info(engine.settings.plain, engine.config, engine.layout, engine.mesh)
+        info |= {"frozen_saved": self._save_frozen, "step": step, "extra": encoded}
+        return SaveState(self._leaves_to_save(state, engine, arrays), info, self._asynchronous)
 
     def _leaves_to_save(
-        self, state: TrainState, arrays: Sequence[np.ndarray]
+        self, state: TrainState, engine: Engine, arrays: Sequence[np.ndarray]
     ) -> Callable[[], list[tuple[SavedLeaf, list[HostBlock]]]]:
-        assert self.engine is not None
-        leaves = state_leaves(self.engine.layout, self.engine.mesh)
+        leaves = state_leaves(engine.layout, engine.mesh)
 
         def take() -> list[tuple[SavedLeaf, list[HostBlock]]]:
-            found = [
+            taken = [
                 host_blocks(leaf, x, copy=self._asynchronous)
                 for leaf, x in zip(leaves, jax.tree.leaves(state), strict=True)
                 if self._save_frozen or leaf.trainable is not False
             ]
             for i, x in enumerate(arrays):
                 leaf = SavedLeaf(f"{EXTRA}{i}", x.dtype, x.shape)
-                whole = tuple((0, n) for n in x.shape)
-                found.append((leaf, [HostBlock(leaf, whole, x)] if x.size else []))
-            return found
+                box = tuple((0, n) for n in x.shape)
+                taken.append((leaf, [HostBlock(leaf, box, x)] if x.size else []))
+            return taken
 
         return take
 
@@ -410,7 +322,7 @@ class Checkpointer:
         if step in steps:
             raise CheckpointError(
                 f"saving step {step} to {self.directory}: there is a checkpoint of this step. Save a later step, or "
-                f"delete that folder first."
+                f"delete that folder first; to save the last step once, ask whether checkpointer.latest_step() is it."
             )
         if steps and step < steps[-1]:
             raise CheckpointError(
@@ -422,8 +334,6 @@ class Checkpointer:
         """The step that the first process chooses: file systems may show others a newer one later."""
         if step is not None or jax.process_count() == 1:
             return step
-        from jax.experimental import multihost_utils
-
         latest = self.latest_step()
         chosen = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if latest is None else latest)))
         return None if chosen < 0 else chosen
@@ -432,56 +342,31 @@ class Checkpointer:
         before = [s for s in self.all_steps() if s < step]
         if not before:
             return "There is no checkpoint before it."
-        return f"The checkpoint before it is step {before[-1]}: restore(engine, step={before[-1]})."
-
-    def _complete_everywhere(self, step: int, error: Exception | None) -> bool:
-        """Whether the save succeeded; the same answer in every process."""
-        fine = error is None and (jax.process_index() != 0 or step in self.all_steps())
-        if jax.process_count() == 1:
-            return fine
-        from jax.experimental import multihost_utils
-
-        return bool(np.all(multihost_utils.process_allgather(np.bool_(fine))))
-
-    def _fail(self, step: int, error: Exception | None) -> NoReturn:
-        """Clear away what there is of a step and say why it could not be saved."""
-        self._delete_unfinished(step)
-        # Orbax's manager may raise the same error again, so the next save begins with a new one.
-        manager, self._manager = self._manager, None
-        if manager is not None:
-            with contextlib.suppress(Exception):
-                manager.close()
-            self._handler.close()
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        reason = str(error or _OTHER_PROCESS)
-        if full:
-            reason = "the disk is full"
-        elif error is not None and not isinstance(error, OSError):
-            reason = repr(error)
-        latest = self.latest_step()
-        way_out = "Free space or lower max_to_keep" if full else "Resolve that"
-        raise CheckpointError(
-            f"saving step {step} to {self.directory}: {reason}. The state in memory is untouched and nothing of this "
-            f"step is kept; the latest complete checkpoint is {'none' if latest is None else f'step {latest}'}. "
-            f"{way_out}, then save again."
-        ) from error
-
-    def _delete_unfinished(self, step: int) -> None:
-        self._delete(checkpoint_directory.unfinished(self.directory, step))
-
-    def _delete_old(self) -> None:
-        if self._max_to_keep is not None:
-            self._delete([str(step) for step in self.all_steps()[: -self._max_to_keep]])
-
-    def _delete(self, names: Sequence[str]) -> None:
-        if jax.process_index() == 0:
-            for name in names:
-                checkpoint_directory.delete(self.directory, name)
-        if names and self._manager is not None:
-            self._manager.reload()
+        return (
+            f"The checkpoint before it is step {before[-1]}: checkpointer.restore(engine, step={before[-1]})."
+        )
 
 
-def _checked_step(step: int) -> int:
-    if (number := operator.index(step)) < 0:
-        raise ValueError(f"saving step {number}: a step is a number of updates, 0 or more.")
-    return number
+def _check_not_donated(step: int, state: TrainState, engine: Engine, directory: Path) -> None:
+    check_state(state, engine.layout)
+    if any(x.is_deleted() for x in jax.tree.leaves(state)):
+        raise ValueError(
+            f"saving step {step} to {directory}: this state was donated to a later step and is gone. Save the state "
+            f"that engine.step returned, before it is given to the next."
+        )
+
+
+def _with_its_numbers(
+    folder: str, engine: Engine, state: TrainState, leaves: Sequence[StateLeaf], taken: Sequence[str]
+) -> TrainState:
+    """A restored state with the numbers of a configuration's optimizer; a warning where those of another one differ."""
+    first = first_numbers(engine.tx, state, engine.layout, engine.mesh)
+    own = {name: x for name, x in first.items() if name in taken}
+    restored = {leaf.name: x for leaf, x in zip(leaves, jax.tree.leaves(state), strict=True)}
+    if not isinstance(engine.tx, ConfiguredTransformation):
+        warn_of_other_numbers(folder, {name: restored[name] for name in own}, own)
+        return state
+    placed = {
+        leaf.name: jax.device_put(own[leaf.name], leaf.rest.sharding) for leaf in leaves if leaf.name in own
+    }
+    return restored_state(state, list((restored | placed).values()))

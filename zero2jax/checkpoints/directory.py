@@ -16,7 +16,8 @@ def check_directory(directory: Path) -> None:
         return
     if not directory.is_dir():
         raise CheckpointError(f"opening {directory} for checkpoints: it is a file. Give a directory.")
-    others = sorted(p.name for p in directory.iterdir() if not _is_ours(p))
+    # Whoever saves here may delete a folder between its listing and a look into it.
+    others = sorted(p.name for p in directory.iterdir() if not _is_ours(p) and os.path.lexists(p))
     if others:
         raise CheckpointError(
             f"opening {directory} for checkpoints: it holds something else, {others[:5]}. Retention deletes folders "
@@ -45,7 +46,7 @@ def clear_failed(directory: Path) -> None:
 
 
 def unfinished(directory: Path, step: int) -> list[str]:
-    """Names of what a failed save of a step left. A complete checkpoint of it is another program's and not among."""
+    """Names of what a failed save of a step left; not a complete checkpoint of it, which is another program's."""
     failed = [str(step)] if (directory / str(step) / ITEM / FAILED).exists() else []
     return [*failed, *(p.name for p in directory.glob(f"{step}{TEMPORARY}*"))]
 

@@ -4,7 +4,7 @@
 at most `PIECE_BYTES`, so a model larger than the host's memory passes through. `load_exported` maps files instead of
 reading them; `engine.init` then takes from the map only what each device holds.
 
-A model above the size of one file is cut into several with an index, named as Hugging Face names them:
+A model above the size of one file is written as several with an index, named as Hugging Face names them:
 `model-00001-of-00003.safetensors` and `model.safetensors.index.json`.
 """
 
@@ -55,7 +55,7 @@ def export_checkpoint(
       out: a path that ends in `.safetensors`.
       step: which checkpoint; the latest by default.
       dtype: floating leaves are converted to it. By default fp32 masters stay fp32 and frozen leaves as they are.
-      max_file_bytes: if the tensors are larger together, several files; a tensor is never cut.
+      max_file_bytes: if the tensors are larger together, several files; a tensor is never divided.
       aliases: further names of tied parameters, `{"head/kernel": "embed"}`. A tensor is written once, the file's
         metadata says which other names it has, and `load_exported` gives it under all of them. A leaf of the
         checkpoint that has an alias's name must hold the same values.
@@ -84,16 +84,7 @@ def export_checkpoint(
     leaves = {name: leaf for name, leaf in leaves.items() if name not in aliases}
     tensors = [Tensor(name, _export_dtype(leaf, dtype), leaf.shape) for name, leaf in leaves.items()]
     groups = _group(tensors, max_file_bytes)
-    index = out.with_name(out.name + ".index.json")
-    paths = [out]
-    if len(groups) > 1:
-        stem = f"{out.stem}-{{:05}}-of-{len(groups):05}.safetensors"
-        paths = [out.with_name(stem.format(i + 1)) for i in range(len(groups))]
-    there = [str(p) for p in (out, index, *paths) if p.exists()]
-    if there:
-        raise CheckpointError(
-            f"exporting {source.folder}: {there[0]} exists. Remove it, or give another path."
-        )
+    index, paths = _paths(source, out, len(groups))
     metadata = _FORMAT | ({"aliases": json.dumps(aliases)} if aliases else {})
     overflowed: dict[str, int] = {}
     for path, group in zip(paths, groups, strict=True):
@@ -123,7 +114,7 @@ def load_exported(
 ) -> Any:
     """Tensors of safetensors files, mapped into memory and not read: what is used is read when it is used.
 
-    `engine.init(load_exported(path, shapes))` reads each device's part into its shards and builds no whole copy.
+    `engine.init(load_exported(path, shapes))` reads each device's part into its shards and builds no full copy.
 
     Args:
       path: a `.safetensors` file, an `.index.json`, or a folder that holds one index or one file.
@@ -144,11 +135,11 @@ def load_exported(
     leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes_of(like))
     names = [path_string(key_path) or BARE for key_path, _ in leaves]
     check_prefixes(renamed_prefixes(rename), names, f"loading {path}", "rename")
-    found, wrong = [], []
+    chosen, wrong = [], []
     for key_path, shape in leaves:
         name = path_string(key_path) or BARE
         array = arrays.get(source(name))
-        found.append(array)
+        chosen.append(array)
         if array is None:
             wrong.append(f"{name!r} {shape.dtype}{list(shape.shape)}: no tensor {source(name)!r}")
         elif array.shape != shape.shape or _kind(array.dtype) != _kind(shape.dtype):
@@ -161,7 +152,7 @@ def load_exported(
             "\n  ".join([f"loading {path}: {len(wrong)} parameters do not fit", *wrong[:8]])
             + f"\nTensors that no parameter took: {some}. Give their names with rename=."
         )
-    return jax.tree.unflatten(treedef, found)
+    return jax.tree.unflatten(treedef, chosen)
 
 
 def parse_bytes(text: str) -> int:
@@ -175,9 +166,8 @@ def parse_bytes(text: str) -> int:
       (1500000000, 2097152)
     """
     units = {"": 1, "b": 1}
-    units |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)} | {
-        f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)
-    }
+    for power, prefix in enumerate("kmgt", 1):
+        units |= {f"{prefix}b": 1000**power, f"{prefix}ib": 1024**power}
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if not match or match[2] not in units or float(match[1]) == 0:
         raise ValueError(f"reading a size: {text!r} is none. Write a number and a unit, as in 5GB or 500MB.")
@@ -213,7 +203,7 @@ def _write_group(
             overflowed[tensor.name] = overflowed.get(tensor.name, 0) + count
         return values
 
-    # Under another name until it is whole.
+    # Under another name until it is complete.
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     try:
@@ -235,6 +225,21 @@ def _check_out(source: Checkpoint, out: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"exporting {source.folder} to {out}: {error.strerror}.") from error
+
+
+def _paths(source: Checkpoint, out: Path, num_files: int) -> tuple[Path, list[Path]]:
+    """(path of the index of several files, paths of the files); none of them may exist."""
+    index, paths = out.with_name(out.name + ".index.json"), [out]
+    if num_files > 1:
+        paths = [
+            out.with_name(f"{out.stem}-{i + 1:05}-of-{num_files:05}.safetensors") for i in range(num_files)
+        ]
+    existing = [str(p) for p in (out, index, *paths) if p.exists()]
+    if existing:
+        raise CheckpointError(
+            f"exporting {source.folder}: {existing[0]} exists. Remove it, or give another path."
+        )
+    return index, paths
 
 
 def _group(tensors: Sequence[Tensor], limit: int | None) -> list[list[Tensor]]:
@@ -288,12 +293,12 @@ def _kind(dtype: DTypeLike) -> str:
 
 def _mapped(path: Path) -> dict[str, np.ndarray]:
     if path.is_dir():
-        found = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.safetensors"))
-        if len(found) != 1:
+        files = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.safetensors"))
+        if len(files) != 1:
             raise FileError(
-                f"reading {path}: it holds {[p.name for p in found]}. Give the path of one file or index."
+                f"reading {path}: it holds {[p.name for p in files]}. Give the path of one file or index."
             )
-        path = found[0]
+        path = files[0]
     elif not path.exists() and path.with_name(path.name + ".index.json").exists():
         path = path.with_name(path.name + ".index.json")
     if path.suffix != ".json":

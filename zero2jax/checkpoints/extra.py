@@ -40,21 +40,21 @@ def encode(extra: PyTree) -> tuple[Json, list[np.ndarray]]:
 def _encode(extra: PyTree, *, copy: bool = True) -> tuple[Json, list[np.ndarray]]:
     arrays: list[np.ndarray] = []
 
-    def one(x: Any, path: str) -> Json:
+    def encode_value(x: Any, path: str) -> Json:
         if x is None or isinstance(x, bool | str):
             return x
         if type(x) is int:
-            return (
-                x if abs(x) < 2**63 else {"int": hex(x)}
-            )  # decimal digits of an int are limited, these are not
+            # Python limits the decimal digits that it reads, not the hexadecimal ones.
+            return x if abs(x) < 2**63 else {"int": hex(x)}
         if type(x) is float:
             return x if math.isfinite(x) else {"float": repr(x)}
         if type(x) is bytes:
             return {"bytes": base64.b64encode(x).decode()}
         if type(x) is dict:
-            return {"dict": [[key(k, f"{path} (a key)"), one(v, f"{path}[{k!r}]")] for k, v in x.items()]}
+            items = [[key(k, f"{path} (a key)"), encode_value(v, f"{path}[{k!r}]")] for k, v in x.items()]
+            return {"dict": items}
         if type(x) in (list, tuple):
-            items = [one(v, f"{path}[{i}]") for i, v in enumerate(x)]
+            items = [encode_value(v, f"{path}[{i}]") for i, v in enumerate(x)]
             return items if type(x) is list else {"tuple": items}
         if isinstance(x, np.ndarray | np.generic | jax.Array) and _is_plain(x):
             native = np.asarray(x)
@@ -63,7 +63,7 @@ def _encode(extra: PyTree, *, copy: bool = True) -> tuple[Json, list[np.ndarray]
             return {"array": len(arrays) - 1}
         raise TypeError(
             f"saving {path}: found {_describe(x)}. `extra` is saved as JSON and arrays, so it may hold dicts, lists, "
-            f"tuples, numbers, strings, bytes, None and arrays that this process holds whole. Convert it first."
+            f"tuples, numbers, strings, bytes, None and arrays that this process holds in full. Convert it first."
         )
 
     def key(x: Any, path: str) -> Json:
@@ -73,9 +73,9 @@ def _encode(extra: PyTree, *, copy: bool = True) -> tuple[Json, list[np.ndarray]
             return {"tuple": [key(v, path) for v in x]}
         if isinstance(x, np.generic):
             raise TypeError(f"saving {path}: found {_describe(x)}. Convert it to a number or a string first.")
-        return one(x, path)
+        return encode_value(x, path)
 
-    return one(extra, "extra"), arrays
+    return encode_value(extra, "extra"), arrays
 
 
 def decode(encoded: Json, arrays: list[np.ndarray]) -> PyTree:

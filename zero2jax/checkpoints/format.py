@@ -1,16 +1,26 @@
 """What lies on disk: a manifest and safetensors files, and a reader that checks every byte it uses. NumPy only.
 
-    DIR/40/state/manifest.json              leaves by name: true shape, dtype, and the blocks they are cut into
+    DIR/40/state/manifest.json              leaves by name: true shape, dtype, and the blocks they are divided into
     DIR/40/state/manifest.json.sha256       its checksum, as `sha256sum -c` reads it
     DIR/40/state/00000-of-00002.safetensors one file per process that saved, holding blocks
 
 The saved tree is the logical one: a flat mapping from leaf names (`params/blocks/w`, `opt_state/0/mu/blocks/w`,
-`step`, `rng`) to arrays of their true shapes. A block is a box of one leaf, at most `BLOCK_BYTES` large; how blocks
-are cut follows the shards that were saved, and nothing else in a checkpoint knows of devices, stages or padding. A
-reader takes the blocks that meet the box it wants, so any number of devices fits.
+`step`, `rng`) to arrays of their true shapes. A block is a box of one leaf, at most `BLOCK_BYTES` large. The blocks
+follow the shards that were saved; nothing else in a checkpoint knows of devices, stages or padding. A reader takes the
+blocks that meet the box it wants, so any number of devices fits.
 
 Every block has a CRC-32 in the manifest, every file its size and a CRC-32 of its header, and the manifest its
 SHA-256: a missing, shortened or altered file is refused by name and never read as zeros.
+
+Beside `format`, `version`, `step`, `leaves`, `files` and `extra`, a manifest records what no reader needs to find the
+arrays (`Checkpoint.info`):
+
+    versions      of zero2jax, jax, numpy, optax and orbax-checkpoint
+    config        the configuration file that the engine was built from, or null
+    engine        `StepSettings.plain`, and `mesh`: axis sizes by name
+    rng_impl      implementation of random keys; another one is refused
+    frozen_saved  whether frozen parameters were saved
+    containers    class names of the named tuples in the optimizer's state, by path; others are refused
 """
 
 import concurrent.futures
@@ -129,7 +139,7 @@ class Checkpoint:
     Attributes:
       step: number of steps taken when it was saved.
       leaves: `SavedLeaf` by name, without the arrays of `extra`.
-      info: the manifest's remarks: `versions`, `config`, `engine`, `rng_impl`.
+      info: what the manifest records beside the arrays; the keys are listed at the top of this module.
       bytes_read: bytes of blocks read so far.
 
     Raises:
@@ -167,14 +177,10 @@ class Checkpoint:
         return checkpoint_extra.decode(self._extra, arrays)
 
     def array(self, leaf: SavedLeaf) -> np.ndarray:
-        """A whole leaf as a NumPy array of its true shape."""
+        """A full leaf as a NumPy array of its true shape."""
         out = np.empty(leaf.shape, leaf.dtype)
         self.fill(leaf, [(tuple((0, n) for n in leaf.shape), out)])
         return out
-
-    def blocks(self, leaf: SavedLeaf) -> list[Block]:
-        """The blocks of a leaf in the order of their place in it."""
-        return sorted(leaf.blocks, key=lambda b: b.start)
 
     def fill(self, leaf: SavedLeaf, targets: Sequence[tuple[Box, np.ndarray]]) -> None:
         """Fill arrays from boxes of a leaf, converting to their dtypes. Each block that is needed is read once.
@@ -190,7 +196,7 @@ class Checkpoint:
         jobs = [(b, [(box, out) for box, out in targets if _meet(b.box, box)]) for b in leaf.blocks]
         jobs = [(block, hit) for block, hit in jobs if hit]
 
-        def one(job: tuple[Block, list[tuple[Box, np.ndarray]]]) -> None:
+        def fill_from(job: tuple[Block, list[tuple[Box, np.ndarray]]]) -> None:
             block, hit = job
             values = self.read_block(leaf, block)
             for box, out in hit:
@@ -201,9 +207,9 @@ class Checkpoint:
 
         if len(jobs) < 2:
             for job in jobs:
-                one(job)
+                fill_from(job)
         else:
-            _run(one, jobs)
+            _run(fill_from, jobs)
 
     def read_block(self, leaf: SavedLeaf, block: Block) -> np.ndarray:
         """The values of one block, checked against its CRC-32; a fresh array."""
@@ -273,11 +279,16 @@ class Checkpoint:
 
     def _check_sizes(self) -> None:
         for file, (size, _, _) in self._files.items():
-            path = self._state / file
-            found = path.stat().st_size if path.is_file() else None
-            if found != size:
-                state = "it is missing" if found is None else f"it has {found} bytes"
-                raise DamagedError(f"{self._reading(file)}: {state}, and {size} bytes were written.")
+            try:
+                actual = (self._state / file).stat().st_size
+            except FileNotFoundError:
+                raise DamagedError(
+                    f"{self._reading(file)}: it is missing, and {size} bytes were written."
+                ) from None
+            if actual != size:
+                raise DamagedError(
+                    f"{self._reading(file)}: it has {actual} bytes, and {size} bytes were written."
+                )
 
     def _check_header(self, file: str) -> None:
         if file in self._checked:
@@ -300,7 +311,7 @@ def cut_into_blocks(
 ) -> list[Box]:
     """Boxes of at most `limit` bytes (or one element) that cover a box, in C order; none for an empty box.
 
-    Cut along the first dims, so that a block is contiguous in the box.
+    Divided along the first dims, so that a block is contiguous in the box.
 
     Example:
       >>> cut_into_blocks((4, 0), (3, 2), itemsize=4, limit=16)
@@ -320,11 +331,11 @@ def cut_into_blocks(
 
 def list_steps(directory: Path) -> list[int]:
     """The steps whose checkpoints in `directory` are complete, in order."""
-    if not directory.is_dir():
+    try:
+        paths = list(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(
-        int(p.name) for p in directory.iterdir() if p.name.isdecimal() and (p / ITEM / MANIFEST).exists()
-    )
+    return sorted(int(p.name) for p in paths if p.name.isdecimal() and (p / ITEM / MANIFEST).exists())
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Path:

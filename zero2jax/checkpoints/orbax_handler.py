@@ -2,7 +2,7 @@
 
 Orbax's `CheckpointManager` around it commits a save: temporary folder and atomic rename, barriers between processes,
 the background thread. Its own array handlers are not used: they save arrays as they are laid out,
-with padding, in a structure of Python containers. This module is the only one that imports Orbax; import it late.
+with padding, in a structure of Python containers. Only this module and `saver` import Orbax; import them late.
 """
 
 import concurrent.futures
@@ -95,7 +95,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 @ocp.args.register_with_handler(StateHandler, for_save=True)
 @dataclasses.dataclass
 class SaveState(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """What to save: a function that brings the blocks to the host, the manifest's remarks, and when to write.
+    """What to save: a function that brings the blocks to the host, the manifest's other entries, and when to write.
 
     A function, because Orbax first waits for the save before: there is one copy on the host, not two.
     """
@@ -146,9 +146,9 @@ def merge_parts(folder: Path, info: dict[str, Any], num_processes: int) -> None:
         for name, entry in content["leaves"].items():
             leaves.setdefault(name, {**entry, "blocks": []})["blocks"] += entry["blocks"]
     for name, entry in leaves.items():
-        found = sum(math.prod(block[3]) for block in entry["blocks"])
+        saved = sum(math.prod(block[3]) for block in entry["blocks"])
         expected = math.prod(entry["shape"])
-        assert found == expected, (name, found, expected)
+        assert saved == expected, (name, saved, expected)
     write_manifest(folder, {**info, "leaves": leaves, "files": files})
     for part in parts:
         part.unlink()
@@ -165,12 +165,12 @@ def _block_name(block: HostBlock) -> str:
 
 def _distinct(names: Sequence[str]) -> list[str]:
     """The names, with `~` behind one that is taken: a leaf may be called as a block of another, `w[0:1]`."""
-    found: dict[str, None] = {}
+    taken: dict[str, None] = {}
     for name in names:
-        while name in found:
+        while name in taken:
             name += "~"
-        found[name] = None
-    return list(found)
+        taken[name] = None
+    return list(taken)
 
 
 def composite(item: SaveState) -> Any:

@@ -4,7 +4,7 @@ A file is 8 bytes (little-endian length of the header), the header (JSON: name -
 tensors without gaps. Both the files of a checkpoint and what `zero2jax export` writes are such files, so every tool
 that reads safetensors can look into them. Format: https://github.com/huggingface/safetensors, format section.
 
-Why not the `safetensors` package: it writes a file from a dict of whole arrays, and a checkpoint of more than the
+Why not the `safetensors` package: it writes a file from a dict of full arrays, and a checkpoint of more than the
 host's memory has to be written in parts and in parallel.
 """
 
@@ -197,13 +197,6 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"reading {path}: it has {size} bytes and its header says {end}. The file is damaged."
         )
     return found, metadata
-
-
-def read(path: Path, tensor: Tensor) -> np.ndarray:
-    """The values of one tensor, a fresh array."""
-    data = np.empty(tensor.num_bytes, np.uint8)
-    read_at(path, tensor.offset, data)
-    return data.view(tensor.dtype).reshape(tensor.shape)
 
 
 def read_at(path: Path, offset: int, out: np.ndarray) -> None:

@@ -1,15 +1,15 @@
 """Between the state in its shards and the named leaves of a checkpoint. Global arrays; outside any jitted step.
 
-Saving takes from each device the shards that no other device also holds (replica 0), cuts the padding off and cuts
-them into blocks. Restoring asks, for each device, for the box of the true leaf that lies in its padded shard.
-Neither direction builds a whole leaf that does not rest whole.
+Saving takes each shard from one of the devices that hold it (replica 0), drops the padding and divides the shard into
+blocks. Restoring asks, for each device, for the box of the true leaf that lies in its padded shard. Neither direction
+builds a full leaf that is not replicated.
 """
 
 import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -19,7 +19,6 @@ import numpy as np
 from zero2jax.base.pytrees import path_string
 from zero2jax.base.versions import installed_version
 from zero2jax.checkpoints.format import Box, Checkpoint, CheckpointError, SavedLeaf, cut_into_blocks, part_of
-from zero2jax.engine import Engine
 from zero2jax.zero.state import Layout, TrainState
 
 _HOST_BYTES = 256 * 2**20  # of the shards of one leaf that wait on the host at a time
@@ -27,7 +26,7 @@ _HOST_BYTES = 256 * 2**20  # of the shards of one leaf that wait on the host at 
 
 @dataclasses.dataclass(frozen=True)
 class StateLeaf:
-    """A leaf of the state as an engine keeps it.
+    """A leaf of the state as an engine stores it between steps.
 
     Attributes:
       name: `params/blocks/w`, `opt_state/0/mu/blocks/w`, `step`, `rng`.
@@ -86,7 +85,7 @@ def host_blocks(leaf: StateLeaf, x: jax.Array, *, copy: bool) -> tuple[SavedLeaf
     """What this process writes of a leaf: the leaf as saved, and its blocks in host memory.
 
     Args:
-      leaf: where the leaf rests.
+      leaf: how the leaf is stored.
       x: global array of shape `leaf.rest.shape`.
       copy: whether the blocks must outlive `x`, which the next step donates.
     """
@@ -118,7 +117,7 @@ def read_leaf(checkpoint: Checkpoint, saved: SavedLeaf, leaf: StateLeaf) -> jax.
     """A leaf of a checkpoint in the shards of `leaf`, converted to its dtype; shapes must agree."""
     if not leaf.is_key:
         return _read_sharded(checkpoint, saved, leaf.rest)
-    data = jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=leaf.rest.sharding)  # whole everywhere
+    data = jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=leaf.rest.sharding)  # replicated
     keys = _read_sharded(checkpoint, saved, data)
     wrap = lambda data: jax.random.wrap_key_data(data, impl=saved.key_impl)
     return jax.jit(wrap, out_shardings=leaf.rest.sharding)(keys)
@@ -151,12 +150,12 @@ def _read_boxes(
     shards: dict[Box, np.ndarray] = {}
     targets, keys = [], []
     for index in indices:
-        whole = _true_box(index, rest.shape, rest.shape)
+        padded = _true_box(index, rest.shape, rest.shape)
         box = _true_box(index, rest.shape, saved.shape)
-        keys.append(whole)
-        if whole not in shards:
-            shards[whole] = np.zeros([b - a for a, b in whole], rest.dtype)
-            part = part_of(shards[whole], [slice(0, b - a) for a, b in box])
+        keys.append(padded)
+        if padded not in shards:
+            shards[padded] = np.zeros([b - a for a, b in padded], rest.dtype)
+            part = part_of(shards[padded], [slice(0, b - a) for a, b in box])
             if part.size:
                 targets.append((box, part))
     checkpoint.fill(saved, targets)
@@ -164,25 +163,31 @@ def _read_boxes(
     first = {key: i for i, key in reversed(list(enumerate(keys)))}
 
     def shard(i: int) -> np.ndarray:
-        found = shards[keys[i]]
-        return found if first[keys[i]] == i else found.copy()
+        values = shards[keys[i]]
+        return values if first[keys[i]] == i else values.copy()
 
     return [functools.partial(shard, i) for i in range(len(keys))]
 
 
-def manifest_info(engine: Engine) -> dict[str, Any]:
-    """What a manifest says of the engine and of the versions, in JSON's own types."""
+def manifest_info(
+    settings: Mapping[str, Any], config: Mapping[str, Any] | None, layout: Layout, mesh: jax.sharding.Mesh
+) -> dict[str, Any]:
+    """What a manifest says of the engine and of the versions, in JSON's own types; `format` lists the keys.
+
+    Args:
+      settings: plain values by name, those of the step.
+      config: the configuration file that the engine was built from, if any.
+      layout: the layout of the state.
+      mesh: device mesh.
+    """
     packages = ("zero2jax", "jax", "numpy", "optax", "orbax-checkpoint")
     versions = {package: installed_version(package) or "unknown" for package in packages}
     info = {
         "versions": versions,
-        "config": engine.config,
-        "engine": {
-            **engine.settings.plain,
-            "mesh": {name: int(size) for name, size in engine.mesh.shape.items()},
-        },
+        "config": config,
+        "engine": {**settings, "mesh": {name: int(size) for name, size in mesh.shape.items()}},
         "rng_impl": default_key_impl(),
-        "containers": optimizer_containers(engine.layout),
+        "containers": optimizer_containers(layout),
     }
     plain = lambda x: x.tolist() if isinstance(x, np.ndarray | np.generic | jax.Array) else str(x)
     return cast(dict[str, Any], json.loads(json.dumps(info, default=plain)))
@@ -191,20 +196,20 @@ def manifest_info(engine: Engine) -> dict[str, Any]:
 def optimizer_containers(layout: Layout) -> dict[str, str]:
     """Class names of the named tuples in the optimizer's state, `{"opt_state/0": "ScaleByAdamState"}`.
 
-    Of those that hold leaves. Leaves of two optimizers may agree in names and shapes and differ in meaning.
+    Only tuples that hold leaves. Leaves of two optimizers may agree in names and shapes and differ in meaning.
     """
-    found: dict[str, str] = {}
+    containers: dict[str, str] = {}
 
     def walk(node: Any, path: tuple[Any, ...]) -> None:
         below = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
         if isinstance(node, tuple) and hasattr(node, "_fields") and jax.tree.leaves(node):
-            found["/".join(filter(None, ("opt_state", path_string(path))))] = type(node).__name__
+            containers["/".join(filter(None, ("opt_state", path_string(path))))] = type(node).__name__
         for key, child in below:
             if key:
                 walk(child, (*path, *key))
 
     walk(layout.opt_state.tree, ())
-    return found
+    return containers
 
 
 def default_key_impl() -> str:

@@ -31,8 +31,7 @@ from zero2jax.cli.plan import (
 from zero2jax.cli.usage import UsageError
 from zero2jax.config.check import examine
 from zero2jax.config.reading import ConfigError
-from zero2jax.planning.estimate import STAGES, largest_model
-from zero2jax.planning.estimate import estimate as estimate_bytes
+from zero2jax.planning.estimate import STAGES, BytesPerParam, ModelStates, largest_model
 from zero2jax.planning.planner import PlanSettings
 from zero2jax.planning.targets import DEVICES_PER_HOST, MEMORY_FRACTION, get_target
 
@@ -207,27 +206,25 @@ def estimate(
         memory_gb: Print the largest model whose states fill this much, in 1e9 bytes per device, too.
         json: Print JSON.
     """
-    sizes: dict[str, Any] = {
-        "param_bytes": param_bytes,
-        "grad_bytes": grad_bytes,
-        "master_bytes": master_bytes,
-        "optimizer_bytes": optimizer_bytes,
-        "model_shards": model_shards,
-    }
+    per_param = BytesPerParam(
+        params=param_bytes, grads=grad_bytes, master=master_bytes, optimizer=optimizer_bytes
+    )
     try:
-        found = estimate_bytes(
-            params,
-            shards,
+        states = ModelStates(
+            num_params=params,
+            num_shards=shards,
+            per_param=per_param,
+            model_shards=model_shards,
             offload_optimizer=offload_optimizer,
             offload_params=offload_params,
             devices_per_host=devices_per_host,
-            **sizes,
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
-    largest = []
+    found, largest = states.estimate(), []
     if memory_gb is not None:
-        largest = [largest_model(1e9 * memory_gb, shards, stage, **sizes) for stage in STAGES]
+        size = 1e9 * memory_gb
+        largest = [largest_model(size, shards, s, per_param, model_shards=model_shards) for s in STAGES]
     if json:
         print(json_text.dumps(found.as_dict() | ({"largest_model": largest} if largest else {}), indent=2))
     else:

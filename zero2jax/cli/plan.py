@@ -26,7 +26,7 @@ from zero2jax.cli.usage import UsageError
 from zero2jax.config.reading import Source
 from zero2jax.planning.planner import PlanSettings, Program, compile_plan, lower_plan, prepare_plan
 from zero2jax.planning.policy_table import POLICIES, tabulate_policies
-from zero2jax.planning.search import MICROBATCHES, STAGE, SearchReport, search_plans
+from zero2jax.planning.search import MICROBATCHES, STAGE, search_plans
 
 
 def parse_axes(axes: str) -> dict[str, int]:
@@ -40,7 +40,7 @@ def parse_axes(axes: str) -> dict[str, int]:
 
 def parse_vary(vary: Sequence[str]) -> dict[str, list[Any]]:
     """`["zero_optimization.stage=2,3"]` as `{"zero_optimization.stage": [2, 3]}`; values are read as JSON, or text."""
-    found = {}
+    varied = {}
     for item in vary:
         name, equals, values = item.partition("=")
         if not equals or not name or not values:
@@ -48,8 +48,8 @@ def parse_vary(vary: Sequence[str]) -> dict[str, list[Any]]:
                 f"reading --vary {item!r}: write KEY=VALUE,VALUE with a key path of the configuration or program.NAME, "
                 f"as in gradient_accumulation_steps=1,2,4."
             )
-        found[name] = [_json_or_text(value) for value in values.split(",")]
-    return found
+        varied[name] = [_json_or_text(value) for value in values.split(",")]
+    return varied
 
 
 def set_up_jax(target: str, axes: Mapping[str, int]) -> None:
@@ -65,7 +65,7 @@ def set_up_jax(target: str, axes: Mapping[str, int]) -> None:
 
 
 def load_function(name: str) -> Callable[..., Program]:
-    """The function that `MODULE:FUNCTION` names; modules of the current directory are found, too.
+    """The function that `MODULE:FUNCTION` names; modules of the current directory count, too.
 
     Raises:
       UsageError: no such module, or no such function in it; the name has another form.
@@ -82,7 +82,7 @@ def load_function(name: str) -> Callable[..., Program]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and something that it imports is not
+            raise  # the module is there; something that it imports is not
         raise UsageError(
             f"reading {name!r}: there is no module {error.name!r} here or on PYTHONPATH. Run from the directory that "
             f"it lies in, or install it."
@@ -160,10 +160,9 @@ def run_search(
     """Plan every combination of settings, and print the frontier and the cheapest that fits."""
     make = lambda **arguments: call_program(function, **arguments).for_config(config)
     with _progress(settings) as advance:
-        found: SearchReport = search_plans(
-            make, config, settings, _bounds(make(), settings) | dict(vary), advance=advance
-        )
-    print(json.dumps(found.as_dict(), indent=2) if as_json else found)
+        all_varied = _bounds(make(), settings) | dict(vary)
+        search = search_plans(make, config, settings, all_varied, advance=advance)
+    print(json.dumps(search.as_dict(), indent=2) if as_json else search)
 
 
 def run_activations(
@@ -177,8 +176,8 @@ def run_activations(
     """Compile the program under each remat policy, and print the table."""
     make = lambda **arguments: call_program(function, **arguments).for_config(config)
     with _progress(settings) as advance:
-        found = tabulate_policies(make, config, settings, policies or POLICIES, advance=advance)
-    print(json.dumps(found.as_dict(), indent=2) if as_json else found)
+        table = tabulate_policies(make, config, settings, policies or POLICIES, advance=advance)
+    print(json.dumps(table.as_dict(), indent=2) if as_json else table)
 
 
 def _bounds(program: Program, settings: PlanSettings) -> dict[str, Sequence[Any]]:

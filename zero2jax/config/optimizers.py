@@ -2,8 +2,8 @@
 
 Outside `shard_map`, on global arrays, like any optax optimizer. Built with `optax.inject_hyperparams`, so the
 state's `hyperparams["learning_rate"]` is the rate the last update used; a skipped step keeps the old state
-and so does not advance the schedule. The numbers of the block count in every step, whatever a state says that was
-restored from a run with others. Where optax has the update it is optax's (Adam, Lion, SGD); Lamb's
+and so does not advance the schedule. A restored state gets the numbers of the block (`ConfiguredTransformation`), not
+those of the run that saved it. Where optax has the update it is optax's (Adam, Lion, SGD); Lamb's
 clamped trust ratio, Adagrad's eps outside the root, Adam without bias correction and Muon, whose momentum
 optax corrects and DeepSpeed does not, are written here. Muon: Keller Jordan 2024, five Newton-Schulz steps,
 in the dtype of the gradient (DeepSpeed runs them in 16 bits).
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from zero2jax.base.pytrees import LeafPredicate, PyTree, select_leaves
-from zero2jax.base.transformation import GivesItsNumbers
+from zero2jax.base.transformation import ConfiguredTransformation
 from zero2jax.config.params import AdagradParams, AdamParams, LambParams, LionParams, MuonParams, SGDParams
 from zero2jax.config.schedules import make_momentum_schedule, make_schedule
 from zero2jax.config.schema import OptimizerBlock, SchedulerBlock
@@ -71,24 +71,8 @@ def make_optimizer(
 
 
 def _inject(factory: Callable[..., Any]) -> Callable[..., optax.GradientTransformationExtraArgs]:
-    """`optax.inject_hyperparams`, but for numbers: they come from the arguments at each update, not from the state.
-
-    A schedule in their place would mean the same and change the structure of the state, which checkpoints have.
-    """
-
-    def make(**hyperparams: Any) -> optax.GradientTransformationExtraArgs:
-        tx: optax.GradientTransformationExtraArgs = optax.inject_hyperparams(factory)(**hyperparams)
-        numbers = {name: value for name, value in hyperparams.items() if not callable(value)}
-
-        def update(grads: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
-            held = state.hyperparams
-            held = held | {name: jnp.asarray(value, held[name].dtype) for name, value in numbers.items()}
-            updates, state = tx.update(grads, state._replace(hyperparams=held), params, **extra)
-            return updates, state
-
-        return GivesItsNumbers(tx.init, update)
-
-    return make
+    injected = optax.inject_hyperparams(factory)
+    return lambda **hyperparams: ConfiguredTransformation(*injected(**hyperparams))
 
 
 def _note_constant_momentum(kind: str, momentum: optax.Schedule | None) -> None:

@@ -34,9 +34,13 @@ class ConfigWarning(UserWarning):
 
 def warn(message: str) -> None:
     """Give a `ConfigWarning` that points at the line which called this library, however deep in it the cause lies."""
-    frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame, level = frame.f_back, level + 1
+    frame, here, level = inspect.currentframe(), 1, 1
+    # Others stand in between: a cached property, a function under jit. The outermost frame of ours counts.
+    while frame is not None:
+        here += 1
+        if frame.f_code.co_filename.startswith(_PACKAGE):
+            level = here
+        frame = frame.f_back
     warnings.warn(message, ConfigWarning, stacklevel=level)
 
 

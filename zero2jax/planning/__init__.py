@@ -1,1 +1,14 @@
-"""The room `planning`."""
+"""Will it fit? A step compiled for devices that need not be here, and read.
+
+The files, in reading order:
+
+  estimate      the formulas of the ZeRO paper for a number of parameters; nothing is compiled
+  targets       what can be planned for: five cards, the devices here, simulated CPU devices
+  planner       shapes -> engine -> lowered -> compiled step -> report
+  report        what a plan says: memory by class, collectives, overlap
+  picture       the same as a PNG
+  search        many settings of one program, the frontier and the cheapest that fits
+  policy_table  the remat policies side by side
+
+Imports base, programs, zero, activations, processes, engine and config. `picture` is private to the room.
+"""

@@ -20,7 +20,6 @@ from jax.stages import Compiled, Lowered
 
 from zero2jax.base.batches import check_batch
 from zero2jax.base.losses import LossFn
-from zero2jax.base.mesh import axis_size
 from zero2jax.base.pytrees import PyTree
 from zero2jax.base.tables import readable_bytes
 from zero2jax.config.initialize import initialize
@@ -29,10 +28,11 @@ from zero2jax.engine import Engine
 from zero2jax.planning.report import PlanReport, class_rows
 from zero2jax.planning.targets import DEVICES_PER_HOST, MEMORY_FRACTION, Target, get_target, target_mesh
 from zero2jax.programs.audit import audit
+from zero2jax.programs.formulas import MASTER, OPTIMIZER, OTHER, class_formulas
 from zero2jax.programs.hlo import Collective
-from zero2jax.programs.liveness import GRADIENTS, MASTER, OPTIMIZER, OTHER, PARAMETERS, walk
+from zero2jax.programs.liveness import walk
 from zero2jax.programs.overlap import Rates, simulate
-from zero2jax.zero.shard_plan import LeafPlan
+from zero2jax.zero.gradients import GradientSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +73,14 @@ class PlanSettings:
       target: see `zero2jax.planning.targets`.
       devices_per_host: devices of one host.
       memory_fraction: part of a device's memory that the program may use.
+
+    Raises:
+      ValueError: a fraction or a number of devices that cannot be.
+
+    Example:
+      >>> settings = PlanSettings({"data": 8}, get_target("h200"), memory_fraction=0.9)
+      >>> settings.target.usable_bytes(settings.memory_fraction)
+      136257837465
     """
 
     axes: Mapping[str, int]
@@ -134,8 +142,8 @@ def plan(
         no GPU; `"local"`: the devices here; `"cpu"`: simulated CPU devices; or a `Target` of your own.
       param_specs: PartitionSpecs for the mesh axes other than the data axis.
       devices_per_host: devices of one host.
-      memory_fraction: part of a device's memory that the program may use, the rest being left to the CUDA context,
-        NCCL, cuDNN and cuBLAS; what `XLA_CLIENT_MEM_FRACTION` will be.
+      memory_fraction: part of a device's memory that the program may use; what is left over is for the CUDA
+        context, NCCL, cuDNN and cuBLAS; what `XLA_CLIENT_MEM_FRACTION` will be.
       in_node_bytes_per_s: what one device can send to others of its host; by default the target's figure.
       across_bytes_per_s: what one device can send to other hosts; by default the target's figure.
 
@@ -191,16 +199,18 @@ def compile_plan(step: LoweredPlan) -> PlanReport:
 
 def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanReport:
     engine, settings, target = step.engine, step.settings, step.settings.target
-    found = audit(compiled, mesh=engine.mesh, devices_per_host=settings.devices_per_host)
+    layout = engine.layout
+    of_gradients = GradientSettings(plan=layout.params, trainable=layout.trainable, step=engine.settings)
+    read = audit(compiled, mesh=engine.mesh, devices_per_host=settings.devices_per_host)
 
     def over_data(c: Collective) -> bool:
-        # what the optimizer communicates runs outside of the engine's shard_map
+        # What the optimizer communicates runs outside of the engine's shard_map.
         inside = not c.op_name or "shard_map" in c.op_name
-        return inside and not set(engine.axes.names).isdisjoint(found.axis(c).split("+"))
+        return inside and not set(engine.axes.names).isdisjoint(read.axis(c).split("+"))
 
-    lifetimes = walk(found.module, _argument_class, over_data)
-    rate = lambda c: target.bytes_per_s(c.kind, found.across(c))
-    needed = [rate(c) for c in found.collectives]
+    lifetimes = walk(read.module, _argument_class, over_data)
+    rate = lambda c: target.bytes_per_s(c.kind, read.across(c))
+    needed = [rate(c) for c in read.collectives]
     rates_known = target.peak_flops is not None and None not in needed
     rates = Rates(target.peak_flops or math.inf, lambda c: rate(c) or math.inf)
     return PlanReport(
@@ -210,16 +220,16 @@ def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanRepor
         stage=engine.stage,
         num_microbatches=engine.num_microbatches,
         batch_size=step.program.batch_size,
-        num_params=sum(math.prod(x.shape) for x in engine.layout.params.leaves),
+        num_params=sum(math.prod(x.shape) for x in layout.params.leaves),
         memory_fraction=settings.memory_fraction,
         usable_bytes=target.usable_bytes(settings.memory_fraction) or _local_limit(target, engine.mesh),
-        by_class=class_rows(lifetimes, _formulas(engine)),
-        audit=found,
+        by_class=class_rows(lifetimes, class_formulas(layout, of_gradients, engine.mesh)),
+        audit=read,
         lifetimes=lifetimes,
-        timeline=simulate(found.module, rates),
+        timeline=simulate(read.module, rates),
         rates_known=rates_known,
         compile_s=compile_s,
-        notes=(*step.notes, *_limits(step, lifetimes.peak.total_bytes, found.memory.total_bytes)),
+        notes=(*step.notes, *_limits(step, lifetimes.peak.total_bytes, read.memory.total_bytes)),
     )
 
 
@@ -233,44 +243,6 @@ def _local_limit(target: Target, mesh: Mesh) -> int | None:
     """What the allocator of the devices here may take, where it says so."""
     stats = mesh.devices.flat[0].memory_stats() if target.name == "local" else None
     return stats.get("bytes_limit") if stats else None
-
-
-def _formulas(engine: Engine) -> dict[str, tuple[int | None, str]]:
-    """Bytes and words of the formula of each class; see `zero2jax.estimate`."""
-    layout, mesh, stage, precision = engine.layout, engine.mesh, engine.stage, engine.precision
-    size = lambda leaf: math.prod(leaf.shape) // _model_parts(leaf, mesh)
-    of = lambda sharded: f" / {engine.num_shards}" if sharded else ""
-    over = lambda n, sharded: n // engine.num_shards if sharded else n
-    pairs = list(zip(layout.params.leaves, layout.trainable, strict=True))
-    compute = lambda leaf, trained: int((precision.compute(leaf) if trained else leaf.dtype).itemsize)
-    accumulated = jnp.dtype(precision.accumulate_dtype) if engine.num_microbatches > 1 else None
-    gradient = lambda leaf: int((accumulated or precision.reduce(leaf)).itemsize)
-    rest = lambda leaves: sum(size(leaf) * int(leaf.dtype.itemsize) for leaf in leaves)
-    params = sum(size(leaf) * compute(leaf, trained) for leaf, trained in pairs)
-    grads = sum(size(leaf) * gradient(leaf) for leaf, trained in pairs if trained)
-    if stage == 3:
-        one_layer = lambda leaf: size(leaf) // math.prod(leaf.shape[: leaf.layer_dims])
-        layer = sum(one_layer(leaf) * compute(leaf, t) for leaf, t in pairs if leaf.layer_dims)
-        single = [size(leaf) * compute(leaf, t) for leaf, t in pairs if not leaf.layer_dims]
-        parameters = max([layer, *single]), "those of one layer, or the largest outside"
-    else:
-        parameters = params, "parameters in the compute dtype"
-    if engine.axes.rest_over_replicas:
-        group = axis_size(mesh, engine.axes.shard)
-        parameters = parameters[0] + params // group, f"{parameters[1]}, and a copy / {group}"
-    return {
-        MASTER: (over(rest(layout.params.leaves), stage >= 1), "parameters at rest" + of(stage >= 1)),
-        OPTIMIZER: (over(rest(layout.opt_state.leaves), stage >= 1), "optimizer state" + of(stage >= 1)),
-        PARAMETERS: parameters,
-        GRADIENTS: (over(grads, stage >= 2), "gradients" + of(stage >= 2)),
-    }
-
-
-def _model_parts(leaf: LeafPlan, mesh: Mesh) -> int:
-    names = [
-        n for entry in leaf.model_spec if entry for n in (entry if isinstance(entry, tuple) else (entry,))
-    ]
-    return math.prod(int(mesh.shape[n]) for n in names)
 
 
 def _limits(step: PreparedPlan, live_bytes: int, total_bytes: int) -> list[str]:

@@ -1,6 +1,6 @@
 """`zero2jax activations`: what each remat policy keeps in memory and recomputes, from compiled programs.
 
-Every policy is a whole plan (see `search`): the step compiled for the target. Recomputed arithmetic is what a
+Every policy is a plan of its own (see `search`): the step compiled for the target. Recomputed arithmetic is what a
 policy's program does more than the one that does least; `dots`, which saves every matrix product, is always among them.
 (Not `everything`: where memory gets scarce, the compiler recomputes on its own account.)
 """
@@ -14,7 +14,7 @@ from zero2jax.config.reading import Source
 from zero2jax.planning.planner import PlanSettings, Program
 from zero2jax.planning.report import PlanReport
 from zero2jax.planning.search import Candidate, search_plans
-from zero2jax.programs.liveness import OTHER
+from zero2jax.programs.formulas import OTHER
 
 POLICY = "activation_checkpointing.policy"
 REFERENCE = "dots"
@@ -120,9 +120,9 @@ def tabulate_policies(
       advance: called with (policies done, policies in all).
     """
     wanted = list(dict.fromkeys([*policies, REFERENCE]))
-    found = search_plans(make_program, config, settings, {POLICY: wanted}, advance=advance)
-    by_policy = dict(zip(wanted, found.candidates, strict=True))
-    fewest = min((c.report.timeline.flops for c in found.candidates if c.report is not None), default=0.0)
+    search = search_plans(make_program, config, settings, {POLICY: wanted}, advance=advance)
+    by_policy = dict(zip(wanted, search.candidates, strict=True))
+    fewest = min((c.report.timeline.flops for c in search.candidates if c.report is not None), default=0.0)
     return PolicyTable(tuple(_row(policy, by_policy[policy], fewest) for policy in policies))
 
 

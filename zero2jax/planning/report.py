@@ -1,4 +1,4 @@
-"""What `zero2jax.plan` found: memory by class, collectives, overlap, and what the compiler does not know."""
+"""What `zero2jax.plan` reports: memory by class, collectives, overlap, and what the compiler does not know."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from zero2jax.base.tables import aligned, readable_bytes
+from zero2jax.planning.picture import Bar, Picture
 from zero2jax.planning.targets import Target
 from zero2jax.programs.audit import Audit, CollectiveRow
-from zero2jax.programs.liveness import CLASSES, Lifetimes
+from zero2jax.programs.formulas import CLASSES, Formula
+from zero2jax.programs.liveness import Lifetimes
 from zero2jax.programs.overlap import Overlap, Timeline
 
 
@@ -88,7 +90,7 @@ class PlanReport:
 
     @property
     def host_bytes(self) -> int:
-        """What rests in host memory, counted apart."""
+        """What is stored in host memory, counted apart."""
         return max(self.audit.memory.host_bytes, self.lifetimes.host_bytes)
 
     @property
@@ -174,9 +176,18 @@ class PlanReport:
 
     def save_picture(self, path: str | Path) -> None:
         """Draw memory over the schedule, and a bar per class, as a PNG; needs matplotlib."""
-        from zero2jax.planning.picture import save_picture
-
-        save_picture(self, path)
+        axes = " x ".join(f"{name} {size}" for name, size in self.axes.items())
+        picture = Picture(
+            title=f"One training step on {self.target.name}, {axes}: {_count(self.num_params)} parameters, "
+            f"ZeRO stage {self.stage} (jax {self.jax_version})",
+            points=self.lifetimes.points,
+            loop_trips=self.audit.module.loop_trips(),
+            allocated_bytes=self.total_bytes,
+            usable_bytes=self.usable_bytes,
+            device=self.target.name,
+            bars=[Bar(row.name, row.peak_bytes, row.formula_bytes) for row in self.by_class],
+        )
+        picture.save(path)
 
     def _verdict(self) -> str:
         peak = f"{readable_bytes(self.total_bytes)} per device at peak, {readable_bytes(self.rest_bytes)} at rest"
@@ -191,8 +202,8 @@ class PlanReport:
     def _memory_lines(self) -> list[str]:
         rows = [("bytes per device", "at rest", "at peak", "formula", "formula for")]
         for row in self.by_class:
-            sizes = (row.rest_bytes, row.peak_bytes, row.formula_bytes)
-            rows.append((row.name, *map(readable_bytes, sizes), row.formula))  # type: ignore[arg-type]
+            at_rest, at_peak = readable_bytes(row.rest_bytes), readable_bytes(row.peak_bytes)
+            rows.append((row.name, at_rest, at_peak, readable_bytes(row.formula_bytes), row.formula))
         packing = self.total_bytes - self.lifetimes.peak.total_bytes
         rows.append(("packing by the compiler", "-", readable_bytes(packing), "-", "total less live bytes"))
         total = (readable_bytes(self.rest_bytes), readable_bytes(self.total_bytes))
@@ -218,8 +229,7 @@ class PlanReport:
     def _exposed_bytes(self, row: CollectiveRow) -> int | None:
         if not self.rates_known:
             return None
-        mine = [o for o in self.timeline.overlaps if self._is_in(o, row)]
-        return round(sum(o.exposed_bytes for o in mine))
+        return round(sum(o.exposed_bytes for o in self.timeline.overlaps if self._is_in(o, row)))
 
     def _is_in(self, overlap: Overlap, row: CollectiveRow) -> bool:
         c = overlap.collective
@@ -227,7 +237,7 @@ class PlanReport:
 
     def _overlap(self, overlap: Overlap) -> dict[str, Any]:
         c = overlap.collective
-        found = {
+        values = {
             "kind": c.kind,
             "name": c.name,
             "op_name": c.op_name,
@@ -240,18 +250,23 @@ class PlanReport:
         }
         if self.rates_known:
             share = 1 - overlap.exposed_s / overlap.seconds if overlap.seconds else 1.0
-            found |= {"seconds": overlap.seconds, "exposed_s": overlap.exposed_s, "hidden_share": share}
-        return found
+            values |= {"seconds": overlap.seconds, "exposed_s": overlap.exposed_s, "hidden_share": share}
+        return values
 
 
 def _count(num_params: int) -> str:
     return f"{num_params / 1e9:.2f}e9" if num_params >= 1e8 else f"{num_params:,}"
 
 
-def class_rows(lifetimes: Lifetimes, formulas: Mapping[str, tuple[int | None, str]]) -> tuple[ClassRow, ...]:
-    """A row per class, from the walk and the formula (bytes and words) of each class."""
-    peak = lifetimes.peak.by_class
+def class_rows(lifetimes: Lifetimes, formulas: Mapping[str, Formula]) -> tuple[ClassRow, ...]:
+    """A row per class, from the walk and the formulas of the classes that have one."""
     return tuple(
-        ClassRow(name, lifetimes.rest_by_class[name], peak[name], *formulas.get(name, (None, "")))
+        ClassRow(
+            name=name,
+            rest_bytes=lifetimes.rest_by_class[name],
+            peak_bytes=lifetimes.peak.by_class[name],
+            formula_bytes=formulas[name].num_bytes if name in formulas else None,
+            formula=formulas[name].words if name in formulas else "",
+        )
         for name in CLASSES
     )

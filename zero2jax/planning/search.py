@@ -1,8 +1,8 @@
 """Compile many settings of one program for a target, and say which are worth having and which is cheapest.
 
-Each setting is a whole plan: nothing is guessed from another one. The frontier holds the settings that no other one
-beats in peak memory, communication and arithmetic (which grows where activations are recomputed) at once. Cheapest is
-what takes the least time at the target's rates, matrix products and the communication that the schedule waits for;
+Each setting is a plan of its own: nothing is guessed from another one. The frontier holds the settings that no other
+one beats in peak memory, communication and arithmetic (which grows where activations are recomputed) at once. Cheapest
+is what takes the least time at the target's rates, matrix products and the communication that the schedule waits for;
 where no rates are known, what communicates least.
 """
 
@@ -25,7 +25,13 @@ _PROGRAM = "program."
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One setting: what was varied, and its plan, or why there is none."""
+    """One setting: what was varied, and its plan, or why there is none.
+
+    Attributes:
+      varied: values by key path of the configuration, or by `program.NAME`.
+      report: the plan; None where the setting is not allowed.
+      refused: why it is not.
+    """
 
     varied: Mapping[str, Any]
     report: PlanReport | None
@@ -47,7 +53,16 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class SearchReport:
-    """Every setting tried, in the order tried."""
+    """Every setting tried, in the order tried; as text, a table with the frontier and the cheapest marked.
+
+    Attributes:
+      candidates: what was varied, and its plan or why there is none.
+
+    Example:
+      >>> refused = Candidate({"zero_optimization.stage": 4}, None, "stage is 4; ZeRO has the stages 0 to 3")
+      >>> print(SearchReport((refused,)).cheapest)  # see `search_plans` for one that is planned
+      None
+    """
 
     candidates: tuple[Candidate, ...]
 
@@ -118,11 +133,24 @@ def search_plans(
         `"gradient_accumulation_steps": [1, 2, 4]`: the batch of a step stays the same), or by `program.NAME`.
       advance: called with (settings done, settings in all).
 
-    Settings that the configuration or the batch does not allow are listed with the reason, not compiled.
+    Returns:
+      A candidate for each combination. Settings that the configuration or the batch does not allow are listed with the
+      reason, not compiled.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from zero2jax.planning.targets import get_target
+      >>> shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+      >>> loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+      >>> make_program = lambda: Program(loss, {"w": shape(64, 64)}, shape(8, 64), optax.adam(1e-3))
+      >>> settings = PlanSettings({"data": 1}, get_target("cpu"))
+      >>> search = search_plans(make_program, None, settings, {"zero_optimization.stage": [1, 2]})
+      >>> [candidate.report.stage for candidate in search.candidates]
+      [1, 2]
     """
     base = read_config(DEFAULT_CONFIG if config is None else config)
     combinations = [dict(zip(vary, values, strict=True)) for values in itertools.product(*vary.values())]
-    found: list[Candidate | Future[PlanReport]] = []
+    outcomes: list[Candidate | Future[PlanReport]] = []
     done = itertools.count(1)
     count = lambda _: advance(next(done), len(combinations))
     with ThreadPoolExecutor(max_workers=max(1, min(os.cpu_count() or 1, len(combinations)))) as pool:
@@ -132,15 +160,16 @@ def search_plans(
             try:
                 prepared = prepare_plan(program, _varied_config(base.source, varied, program), settings)
                 lowered = lower_plan(prepared)
-            except ValueError as error:  # a rule of the configuration, of the batch or of the model's layers
-                found.append(Candidate(varied, None, " ".join(str(error).split())))
+            except ValueError as error:
+                # a rule of the configuration, of the batch or of the model's layers
+                outcomes.append(Candidate(varied, None, " ".join(str(error).split())))
                 count(None)
                 continue
             # Tracing holds the interpreter and is quick; the compiler runs beside it.
             future = pool.submit(compile_plan, lowered)
             future.add_done_callback(count)
-            found.append(future)
-    pairs = zip(combinations, found, strict=True)
+            outcomes.append(future)
+    pairs = zip(combinations, outcomes, strict=True)
     return SearchReport(
         tuple(c if isinstance(c, Candidate) else Candidate(varied, c.result()) for varied, c in pairs)
     )

@@ -48,6 +48,9 @@ class Gpu:
 class Target:
     """What a step is compiled for, and the figures its bytes are compared with.
 
+    `zero2jax.plan` takes the known ones by name. One of your own is a known one with other figures, a smaller memory
+    say, or an unknown accelerator, for which the CPU's compiler stands in (`gpu=None`).
+
     Attributes:
       name: `h200`, ..., `local` or `cpu`.
       memory_bytes: memory of one device; None where it is not known.
@@ -57,6 +60,11 @@ class Target:
       all_reduce_bytes_per_s: in-node rate of all-reduces, where switches sum; None means as the others.
       has_bf16: whether the card computes in bf16.
       gpu: what the compiler is told; None for `local` and `cpu`.
+
+    Example:
+      >>> small = dataclasses.replace(get_target("cpu"), name="small", memory_bytes=10**9)
+      >>> small.usable_bytes(0.5)
+      500000000
     """
 
     name: str
@@ -69,7 +77,7 @@ class Target:
     gpu: Gpu | None = None
 
     def usable_bytes(self, memory_fraction: float = MEMORY_FRACTION) -> int | None:
-        """Memory that the program may use, the rest left to what lies outside of XLA's pool."""
+        """Memory that the program may use; what is left over is for what lies outside of XLA's pool."""
         return None if self.memory_bytes is None else int(self.memory_bytes * memory_fraction)
 
     def with_rates(self, in_node: float | None, across: float | None) -> "Target":
@@ -132,11 +140,11 @@ def _gpu_target(name: str) -> Target:
     peak, in_node, across, all_reduce = _RATES[name]
     return Target(
         name,
-        _GPUS[name].memory_bytes,
-        EFFICIENCY * peak,
-        EFFICIENCY * in_node,
-        EFFICIENCY * across,
-        all_reduce,
+        memory_bytes=_GPUS[name].memory_bytes,
+        peak_flops=EFFICIENCY * peak,
+        in_node_bytes_per_s=EFFICIENCY * in_node,
+        across_bytes_per_s=EFFICIENCY * across,
+        all_reduce_bytes_per_s=all_reduce,
         has_bf16=name != "v100-32gb",
         gpu=_GPUS[name],
     )
@@ -154,6 +162,10 @@ def get_target(target: str | Target) -> Target:
 
     Raises:
       ValueError: there is no target of that name.
+
+    Example:
+      >>> get_target("h100-80gb").memory_bytes
+      84942979072
     """
     if isinstance(target, Target):
         return target
@@ -194,17 +206,16 @@ def _compile_only_devices(target: Target, count: int, devices_per_host: int) -> 
     if missing:
         raise ValueError(
             f"compiling for {target.name} without one: {', '.join(missing)} of XLA's CUDA compiler (no GPU and no "
-            f"driver needed) cannot be found. Install it with: pip install 'zero2jax[plan]' (the "
-            f"jax- packages in jax's own version, {jax.__version__}). Without it, target 'cpu' still gives exact sizes "
-            f"of the state."
+            f"driver needed) cannot be found. Install it with: pip install 'zero2jax[plan]' (the jax- packages in "
+            f"jax's own version, {jax.__version__}). Without it, target 'cpu' still gives exact sizes of the state."
         )
-    hosts, rest = divmod(count, devices_per_host)
+    hosts, left_over = divmod(count, devices_per_host)
     if count < devices_per_host:
         hosts, devices_per_host = 1, count
-    elif rest:
+    elif left_over:
         raise ValueError(
             f"laying out {count} devices of target {target.name!r} over hosts of {devices_per_host}: they do not "
-            f"fill whole hosts. Choose axes whose product is a multiple of {devices_per_host}, or other hosts."
+            f"fill all of their hosts. Choose axes whose product is a multiple of {devices_per_host}, or other hosts."
         )
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=target.config_text(), topology=f"1x{hosts}x{devices_per_host}"

@@ -1,1 +1,14 @@
-"""The room `programs`."""
+"""A compiled step, read: what it holds in memory, what it communicates, what its schedule hides.
+
+The files, in reading order:
+
+  formulas   the classes of memory by name, and ZeRO's bytes of each
+  hlo        the text of a compiled program as instructions, loops and collectives
+  audit      memory as the compiler allocates it, and the collectives; an assertion for tests
+  buffers    which instructions share memory (union-find)
+  liveness   live bytes at each instruction of the schedule, by class
+  overlap    what the schedule waits for, by two clocks
+  memory     a running engine's bytes, measured beside the formulas
+
+All but `formulas` and `memory` read text and nothing else: they need no device, and no engine. Imports base and zero.
+"""

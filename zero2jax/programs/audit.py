@@ -1,7 +1,7 @@
 """What a compiled step takes and communicates: `audit(compiled)`, and `assert_collectives` for tests.
 
 Everything is read from the program that will run: memory as the compiler allocates it, collectives with their bytes,
-each multiplied by the trip counts of the loops around it. Bytes are those of the whole value on one device: what an
+each multiplied by the trip counts of the loops around it. Bytes are those of the full value on one device: what an
 all-gather produces, what a reduction takes in.
 """
 
@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.stages import Compiled
 
+from zero2jax.base.tables import aligned
 from zero2jax.programs.hlo import (
     KINDS,
     Array,
@@ -94,18 +95,21 @@ class Audit:
 
     def rows(self, collectives: Iterable[Collective] | None = None) -> tuple[CollectiveRow, ...]:
         """The collectives (all, by default) summed by kind and axis, in the order of `KINDS`."""
-        found: dict[tuple[str, str, bool], list[Collective]] = {}
+        groups: dict[tuple[str, str, bool], list[Collective]] = {}
         for c in self.collectives if collectives is None else collectives:
-            found.setdefault((c.kind, self.axis(c), self.across(c)), []).append(c)
+            groups.setdefault((c.kind, self.axis(c), self.across(c)), []).append(c)
+        in_order = sorted(groups.items(), key=lambda item: (KINDS.index(item[0][0]), item[0][1:]))
         return tuple(
             CollectiveRow(
-                *key,
-                len(members),
-                sum(c.trips for c in members),
-                sum(c.total_bytes for c in members),
-                max(c.num_bytes for c in members),
+                kind=kind,
+                axis=axis,
+                across=across,
+                num_instructions=len(members),
+                num_runs=sum(c.trips for c in members),
+                bytes_per_step=sum(c.total_bytes for c in members),
+                largest_bytes=max(c.num_bytes for c in members),
             )
-            for key, members in sorted(found.items(), key=lambda item: (KINDS.index(item[0][0]), item[0][1:]))
+            for (kind, axis, across), members in in_order
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -123,16 +127,13 @@ class Audit:
             f"arguments {m.argument_bytes:,}  outputs {m.output_bytes:,} (in place {m.alias_bytes:,})  "
             f"temporary {m.temp_bytes:,}  total {m.total_bytes:,} bytes per device"
         ]
-        cells = [("collective", "axis", "", "instructions", "runs", "bytes per step", "largest")]
+        rows = [("collective", "axis", "", "instructions", "runs", "bytes per step", "largest")]
         for row in self.rows():
             place = "across hosts" if row.across else "in node"
             counts = (row.num_instructions, row.num_runs, row.bytes_per_step, row.largest_bytes)
-            cells.append((row.kind, row.axis or "?", place, *(f"{n:,}" for n in counts)))  # type: ignore[arg-type]
-        widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-        for line in cells:
-            aligned = [x.ljust(w) if i < 3 else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths))]
-            lines.append("  ".join(aligned).rstrip())
-        return "\n".join(lines)
+            instructions, runs, total, largest = (f"{n:,}" for n in counts)
+            rows.append((row.kind, row.axis or "?", place, instructions, runs, total, largest))
+        return "\n".join([*lines, *aligned(rows, right=(3, 4, 5, 6))])
 
     __str__ = table
 
@@ -162,14 +163,19 @@ def audit(compiled: Compiled, *, mesh: Mesh | None = None, devices_per_host: int
         )
     module = parse(text)
     memory = Memory(
-        analysis.argument_size_in_bytes,
-        analysis.output_size_in_bytes,
-        analysis.alias_size_in_bytes,
-        analysis.temp_size_in_bytes,
-        analysis.host_argument_size_in_bytes + analysis.host_temp_size_in_bytes,
+        argument_bytes=analysis.argument_size_in_bytes,
+        output_bytes=analysis.output_size_in_bytes,
+        alias_bytes=analysis.alias_size_in_bytes,
+        temp_bytes=analysis.temp_size_in_bytes,
+        host_bytes=analysis.host_argument_size_in_bytes + analysis.host_temp_size_in_bytes,
     )
-    shape = dict(mesh.shape) if mesh is not None else _mesh_shape(compiled)
-    return Audit(memory, tuple(module_collectives(module)), shape, devices_per_host, module)
+    return Audit(
+        memory=memory,
+        collectives=tuple(module_collectives(module)),
+        mesh_shape=dict(mesh.shape) if mesh is not None else _mesh_shape(compiled),
+        devices_per_host=devices_per_host,
+        module=module,
+    )
 
 
 def assert_collectives(
@@ -197,13 +203,13 @@ def assert_collectives(
 
         assert_collectives(compiled, {"reduce-scatter": 33, "all-gather": range(33, 100)}, donated=True)
     """
-    found = compiled if isinstance(compiled, Audit) else audit(compiled)
+    read = compiled if isinstance(compiled, Audit) else audit(compiled)
     unknown = sorted({*expected, *(bytes_per_step or {})} - set(KINDS))
     if unknown:
         raise ValueError(
             f"checking collectives: there is no kind {unknown[0]!r}. There are {', '.join(KINDS)}."
         )
-    large = [c for c in found.collectives if c.num_bytes > small_bytes and axis in (None, found.axis(c))]
+    large = [c for c in read.collectives if c.num_bytes > small_bytes and axis in (None, read.axis(c))]
     problems = []
     for kind in KINDS:
         members = [c for c in large if c.kind == kind]
@@ -213,14 +219,14 @@ def assert_collectives(
             problems.append(f"{kind}: {runs} runs per step, expected {_words(wanted)}{_listed(members)}")
         if bytes_per_step and kind in bytes_per_step and total != bytes_per_step[kind]:
             problems.append(f"{kind}: {total:,} bytes per step, expected {bytes_per_step[kind]:,}")
-    kept = _kept_outputs(found.module, small_bytes) if donated else []
+    kept = _kept_outputs(read.module, small_bytes) if donated else []
     if kept:
         problems.append(f"{sum(kept):,} bytes of the outputs are not written into donated arguments")
     if problems:
         raise AssertionError(
             f"collectives above {small_bytes:,} bytes of the compiled step:\n"
             + "\n".join(problems)
-            + f"\n\n{found}"
+            + f"\n\n{read}"
         )
 
 

@@ -1,7 +1,7 @@
 """Read a compiled program's text: instructions, loops with trip counts, collectives with bytes. Pure Python over text.
 
 `compiled.as_text()` is the program as it will run: scheduled, with asynchronous collectives as `-start`/`-done` pairs
-and loops with known trip counts. Bytes of a collective are those of the whole value that it moves on one device: what
+and loops with known trip counts. Bytes of a collective are those of the full value that it moves on one device: what
 an all-gather produces, what a reduce-scatter or an all-reduce takes.
 """
 
@@ -16,6 +16,8 @@ import numpy as np
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
+# A computation is a head line, its instructions and a closing brace; an instruction is one line:
+#   [ROOT] %name = type opcode(operands), attribute=value, ..., metadata={op_name="..."}
 _ITEM_BYTES = {"pred": 1, "token": 0, "opaque": 0}
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{\s*$")
 _NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
@@ -80,8 +82,8 @@ class Instruction:
     @property
     def called(self) -> tuple[str, ...]:
         """Names of the computations it calls, the condition of a loop left out."""
-        found = _CALLED.findall(self.attributes)
-        return tuple(name for pair in found for name in "".join(pair).replace("%", "").split(", ") if name)
+        names = ", ".join("".join(pair) for pair in _CALLED.findall(self.attributes))
+        return tuple(name for name in names.replace("%", "").split(", ") if name)
 
     @property
     def body(self) -> str:
@@ -131,6 +133,11 @@ class Module:
         """The instructions of one computation; none for a name that the text does not define."""
         return self.computations.get(name, ())
 
+    def loop_trips(self) -> dict[str, int | None]:
+        """How often each loop runs, by the name of its body; None where the compiler does not know."""
+        loops = (i for name in self.computations for i in self.instructions(name) if i.opcode == "while")
+        return {i.body: i.known_trips for i in loops}
+
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
@@ -138,7 +145,7 @@ class Collective:
 
     Attributes:
       kind: one of `KINDS`.
-      num_bytes: bytes of the whole value, on one device, each time it runs.
+      num_bytes: bytes of the full value, on one device, each time it runs.
       trips: how often it runs per step (product of the trip counts of the loops around it).
       loops: the loop bodies around it, outermost first; empty outside of loops.
       group_size: number of devices that take part.
@@ -177,7 +184,7 @@ class Collective:
 def parse(text: str) -> Module:
     """The program in `compiled.as_text()`."""
     entry, current = "", ""
-    found: dict[str, list[Instruction]] = {}
+    lines: dict[str, list[Instruction]] = {}
     header = ""
     for line in text.splitlines():
         if not line.startswith(" "):
@@ -185,13 +192,13 @@ def parse(text: str) -> Module:
             head = _HEAD.match(line)
             if head:
                 current = head.group(2)
-                found[current] = []
+                lines[current] = []
                 entry = current if head.group(1) else entry
         elif current:
             instruction = _instruction(line)
             if instruction is not None:
-                found[current].append(instruction)
-    computations = {name: tuple(instructions) for name, instructions in found.items()}
+                lines[current].append(instruction)
+    computations = {name: tuple(instructions) for name, instructions in lines.items()}
     return Module(entry, computations, _aliases(header))
 
 
@@ -233,19 +240,21 @@ def make_collective(
     """A `Collective` from its instruction and the types of the instructions around it."""
     kind = collective_kind(instruction)
     num_bytes = sum(type_bytes(types[o]) for o in instruction.operands if o in types)
-    if kind == "all-gather":  # what it produces; the type of a start names its operands too
+    if (
+        kind == "all-gather"
+    ):  # what it produces; the type of a start repeats its operands: (operands, results)
         num_bytes = type_bytes(instruction.type) - (num_bytes if instruction.opcode != kind else 0)
     groups = replica_groups(instruction.attributes)
     return Collective(
-        kind,
-        num_bytes,
-        trips,
-        loops,
-        max((len(g) for g in groups), default=1),
-        instruction.name,
-        groups,
-        instruction.opcode != kind and not instruction.is_synchronous,
-        instruction.op_name,
+        kind=kind,
+        num_bytes=num_bytes,
+        trips=trips,
+        loops=loops,
+        group_size=max((len(g) for g in groups), default=1),
+        name=instruction.name,
+        groups=groups,
+        is_async=instruction.opcode != kind and not instruction.is_synchronous,
+        op_name=instruction.op_name,
     )
 
 
@@ -263,22 +272,22 @@ def _instruction(line: str) -> Instruction | None:
     match = _NAME.match(line)
     if match is None:
         return None
-    rest = line[match.end() :]
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
-    opcode = _OPCODE.match(rest, end)
+    text = line[match.end() :]
+    end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
+    opcode = _OPCODE.match(text, end)
     if opcode is None:
         return None
-    close = _closing(rest, opcode.end() - 1)
-    argument = rest[opcode.end() : close]
+    close = _closing(text, opcode.end() - 1)
+    argument = text[opcode.end() : close]
     operands = tuple(re.findall(r"%([\w.\-]+)", argument))
     return Instruction(
-        match.group(2),
-        _type(rest[:end]),
-        opcode.group(1),
-        operands,
-        rest[close + 1 :],
-        argument,
-        match.group(1) is not None,
+        name=match.group(2),
+        type=_type(text[:end]),
+        opcode=opcode.group(1),
+        operands=operands,
+        attributes=text[close + 1 :],
+        argument=argument,
+        is_root=match.group(1) is not None,
     )
 
 
@@ -301,7 +310,7 @@ def _type(text: str) -> Type:
         dims = tuple(int(d.removeprefix("<=")) for d in match.group(2).split(",") if d)
         return Array(match.group(1), dims, _HOST_SPACE in match.group(3))
     parts, depth, start = [], 0, 1
-    inner = re.sub(r"/\*.*?\*/", "", text)
+    inner = re.sub(r"/\*.*?\*/", "", text)  # long tuples are numbered, /*index=5*/, between their elements
     for i, char in enumerate(inner):
         depth += (char in "({[") - (char in ")}]")
         if (char == "," and depth == 1) or (char == ")" and depth == 0):
@@ -327,12 +336,13 @@ def _aliases(header: str) -> dict[tuple[int, ...], int]:
         if depth == 0:
             end = i
             break
-    pairs = _ALIAS.findall(header[start:end])
+    pairs = _ALIAS.findall(header[start:end])  # {0, 1}: (3, {}, may-alias)
     return {tuple(int(d) for d in path.split(",") if d.strip()): int(number) for path, number in pairs}
 
 
 def replica_groups(attributes: str) -> tuple[tuple[int, ...], ...]:
     """The groups of devices of a collective, from any of the ways to write them."""
+    # mesh['data'=4,'model'=2] {'data'}: by name
     mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes)
     if mesh:
         names = re.findall(r"'([^']+)'=(\d+)", mesh.group(1))
@@ -340,6 +350,7 @@ def replica_groups(attributes: str) -> tuple[tuple[int, ...], ...]:
         chosen = re.findall(r"'([^']+)'", mesh.group(2))
         axes = [[name for name, _ in names].index(name) for name in chosen]
         return axis_groups(sizes, axes)
+    # [2,4]<=[4,2]T(1,0): 0, 1, 2, ... in the shape on the right, transposed, as 2 groups of 4
     iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if iota:
         dims = [int(d) for d in iota.group(3).split(",")]
@@ -347,6 +358,7 @@ def replica_groups(attributes: str) -> tuple[tuple[int, ...], ...]:
         if iota.group(4):
             ids = ids.transpose([int(d) for d in iota.group(4).split(",")])
         return _rows(ids.reshape(int(iota.group(1)), int(iota.group(2))))
+    # {{0,1},{2,3}}
     listed = re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", attributes)
     if listed:
         return tuple(
@@ -368,6 +380,7 @@ def axis_groups(sizes: list[int], axes: list[int]) -> tuple[tuple[int, ...], ...
 
 def axis_names(groups: tuple[tuple[int, ...], ...], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
     """The axes of a mesh along which a collective's groups lie; empty if they lie along none of them."""
+    # Sets, since neither groups nor the devices in them come in an order that means anything.
     wanted = {frozenset(g) for g in groups}
     names = [name for name, size in mesh_shape.items() if size > 1]
     sizes = [mesh_shape[name] for name in names]

@@ -9,17 +9,21 @@ The compiler's allocation is the authority: it shares memory in more ways (an el
 operand that dies there is the only one imitated here) and packs with gaps. The walk says what its bytes are, and a
 report sets both peaks side by side.
 
+Three passes: `_Reading` turns computations into events and joins the `Buffers` that share memory; `_seeds_and_edges`
+and `_spread` classify the joined buffers; `_LiveRanges` counts what lives at each event.
+
 Classes start from what is known and follow the data: arguments by name; `parameters` from what all-gathers over the
 data axis take and produce; `gradients` from what reductions over it take and produce; both pass through instructions
-that only move data, gradients also through elementwise ones. The rest is `activations and temporaries`.
+that only move data, gradients also through elementwise ones. Everything else is `activations and temporaries`.
 """
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from zero2jax.programs.buffers import Buffers, Value, buffers_of, element, without_buffers
+from zero2jax.programs.formulas import CLASSES, GRADIENTS, OTHER, PARAMETERS
 from zero2jax.programs.hlo import (
-    Array,
     Collective,
     Instruction,
     Module,
@@ -29,25 +33,16 @@ from zero2jax.programs.hlo import (
     make_collective,
 )
 
-MASTER, OPTIMIZER, PARAMETERS, GRADIENTS, OTHER = CLASSES = (
-    "master",
-    "optimizer state",
-    "parameters",
-    "gradients",
-    "activations and temporaries",
-)
-
-Value = int | tuple["Value", ...]  # a buffer, or a tuple of values, in the structure of a type
+_Edge = tuple[int, int, bool]  # from, to, whether data is only moved; else it is computed element by element
 
 _MOVES = frozenset(
     ("parameter", "constant", "bitcast", "reshape", "slice", "dynamic-slice", "dynamic-update-slice", "copy")
 ) | {"convert", "transpose", "tuple", "get-tuple-element", "iota", "broadcast", "concatenate", "pad"}
 _INDEX_ARITHMETIC = frozenset(
-    ["add", "subtract", "multiply", "compare", "select", "clamp", "maximum", "minimum", "and", "or"]
+    ("add", "subtract", "multiply", "compare", "select", "clamp", "maximum", "minimum", "and", "or")
 )
-_FREE = frozenset(["constant", "after-all", "partition-id", "replica-id"])
+_FREE = frozenset(("constant", "after-all", "partition-id", "replica-id"))
 _CALL_ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}\)")
-_NO_BUFFER = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +82,30 @@ class Lifetimes:
 
 @dataclasses.dataclass
 class _Event:
-    """One instruction of a computation: the buffers it defines and uses, and the walk of what it runs."""
+    """One instruction of a computation: the value it makes, the buffers it defines and uses, and what it runs.
+
+    Attributes:
+      instruction: the instruction.
+      operands: the values that it takes.
+      value: the value that it makes.
+      collective: what it communicates, if it is or starts a collective.
+      defined: buffers that begin to exist with it.
+      inner: the events of the computations it calls, in order.
+      loop: name of the body, for a loop.
+    """
 
     instruction: Instruction
-    defined: list[int]
-    used: list[int]
+    operands: list[Value]
+    value: Value = ()
+    collective: Collective | None = None
+    defined: list[int] = dataclasses.field(default_factory=list)
     inner: list["_Event"] = dataclasses.field(default_factory=list)
     loop: str = ""
+
+    @property
+    def used(self) -> list[int]:
+        """Buffers of the operands."""
+        return buffers_of(*self.operands)
 
 
 def walk(
@@ -110,132 +122,91 @@ def walk(
       over_data: whether a collective moves parameters or gradients over the data axis; others classify nothing.
       small_bytes: reductions of at most this many bytes (losses, norms) classify nothing.
     """
-    return _Walk(module, argument_class, over_data, small_bytes).result()
+    buffers = Buffers()
+    parameters = [i for i in module.instructions(module.entry) if i.opcode == "parameter"]
+    arguments = {int(i.argument): buffers.new(i.type) for i in parameters}
+    events, root = _Reading(module, buffers).run(module.entry, arguments)
+    for path, number in module.aliases.items():
+        if number in arguments:
+            buffers.share(arguments[number], element(root, path))
+    # Roots are final from here on: everything that shares memory is joined.
+    known = {
+        buffers.root(b): argument_class(i.op_name)
+        for i in parameters
+        for b in buffers_of(arguments[int(i.argument)])
+    }
+    tags, edges = _seeds_and_edges(module, buffers, events, over_data, small_bytes)
+    return _LiveRanges(buffers, _spread(buffers, known, tags, edges)).result(events, set(known))
 
 
-class _Walk:
-    """Builds buffers, events and classes when made; `result` then reads live ranges off them."""
+@dataclasses.dataclass(frozen=True)
+class _Reading:
+    """From the computations of a module to events, allotting buffers on the way."""
 
-    def __init__(
-        self,
-        module: Module,
-        argument_class: Callable[[str], str],
-        over_data: Callable[[Collective], bool],
-        small_bytes: int,
-    ):
-        self.module = module
-        self.over_data = over_data
-        self.small_bytes = small_bytes
-        self.parent: list[int] = []
-        self.sizes: list[int] = []
-        self.elements: list[int] = []
-        self.on_host: list[bool] = []
-        self.tags: dict[int, str] = {}
-        self.edges: list[tuple[int, int, bool]] = []  # (from, to, only moved); else elementwise
-        self.arguments: dict[int, int] = {}  # number -> buffer
-        self.events = self._run(module.entry, [], ())
-        self._alias_outputs()
-        self.roots = {number: self._find(b) for number, b in self.arguments.items()}
-        names = {i.argument: i.op_name for i in module.instructions(module.entry) if i.opcode == "parameter"}
-        self.fixed = {b: argument_class(names.get(str(number), "")) for number, b in self.roots.items()}
-        self._propagate()
+    module: Module
+    buffers: Buffers
 
-    # Buffers: union-find over indices, so that everything that shares memory is one.
+    def run(self, name: str, parameters: Mapping[int, Value]) -> tuple[list[_Event], Value]:
+        """(events, value of the root) of one run of a computation.
 
-    def _new(self, kind: Type) -> Value:
-        if not isinstance(kind, Array):
-            return tuple(self._new(inner) for inner in kind)
-        self.parent.append(len(self.parent))
-        self.sizes.append(kind.num_bytes)
-        self.elements.append(kind.size)
-        self.on_host.append(kind.on_host)
-        return len(self.parent) - 1
-
-    def _find(self, buffer: int) -> int:
-        while self.parent[buffer] != buffer:
-            self.parent[buffer] = self.parent[self.parent[buffer]]
-            buffer = self.parent[buffer]
-        return buffer
-
-    def _share(self, a: Value, b: Value) -> None:
-        for x, y in zip(_leaves(a), _leaves(b), strict=False):
-            if x != _NO_BUFFER and y != _NO_BUFFER:
-                first, second = sorted((self._find(x), self._find(y)))
-                self.parent[second] = first
-                self.sizes[first] = max(self.sizes[first], self.sizes[second])
-
-    # One computation: values in, events and the value of its root out.
-
-    def _run(self, name: str, parameters: Sequence[Value], loops: tuple[str, ...]) -> list[_Event]:
+        A computation that is called twice is read twice: its buffers are other ones each time. `parameters` are the
+        values of its parameters by number.
+        """
         values: dict[str, Value] = {}
         events: list[_Event] = []
+        root: Value = ()
         instructions = self.module.instructions(name)
         types = {i.name: i.type for i in instructions}
         done = {i.operands[0]: i for i in instructions if i.opcode.endswith("-done") and i.operands}
         for i in instructions:
-            operands = [values[o] for o in i.operands if o in values]
-            before = len(self.parent)
-            event = _Event(i, [], _buffers(*operands))
+            event = _Event(i, [values[o] for o in i.operands if o in values])
             if i.opcode == "parameter":
-                number = int(i.argument)
-                value = parameters[number] if parameters else self._argument(number, i)
+                event.value = parameters[int(i.argument)]
             else:
-                value = self._value(i, operands, types, done, event, loops)
-            values[i.name] = value
-            if i.opcode != "parameter":
-                event.defined = _buffers(value) if event.inner else [*range(before, len(self.parent))]
-                self._classify(i, operands, value, types)
+                # A start's type repeats its operands and adds context; what it makes is what its done returns.
+                self._make(event, done[i.name].type if i.name in done else i.type)
+                event.collective = make_collective(i, types, 1, ()) if collective_kind(i) else None
+            values[i.name] = event.value
             events.append(event)
-            if i.is_root:
-                self.root = value
-        return events
+            root = event.value if i.is_root else root
+        return events, root
 
-    def _argument(self, number: int, i: Instruction) -> Value:
-        value = self._new(i.type)
-        for b in _leaves(value):
-            self.arguments[number] = b
-        return value
+    def _make(self, event: _Event, kind: Type) -> None:
+        """Set the value of an event, the buffers it defines and the events inside of it."""
+        i, before = event.instruction, len(self.buffers)
+        if i.opcode == "while":
+            # One buffer per element of the state: operand, parameter of the body, its root and the result.
+            event.value, event.loop = event.operands[0], i.body
+            self._call(event, i.body, event.operands)
+        elif i.opcode in ("call", "conditional") and i.called:
+            event.value = self.buffers.new(i.type)
+            for n, target in enumerate(i.called):
+                # Operand 0 of a conditional chooses; branch n takes operand n + 1.
+                given = event.operands if i.opcode == "call" else event.operands[n + 1 : n + 2]
+                self._call(event, target, given)
+        else:
+            event.value = self._value(i, event.operands, kind)
+        # What a called computation makes besides its result is born, and dies, among the inner events.
+        event.defined = buffers_of(event.value) if event.inner else [*range(before, len(self.buffers))]
 
-    def _value(
-        self,
-        i: Instruction,
-        operands: list[Value],
-        types: dict[str, Type],
-        done: dict[str, Instruction],
-        event: _Event,
-        loops: tuple[str, ...],
-    ) -> Value:
+    def _call(self, event: _Event, target: str, operands: Sequence[Value]) -> None:
+        inner, root = self.run(target, dict(enumerate(operands)))
+        event.inner += inner
+        self.buffers.share(event.value, root)
+
+    def _value(self, i: Instruction, operands: list[Value], kind: Type) -> Value:
+        """What an instruction that calls nothing makes: a name for memory that is there, or new buffers."""
         if i.opcode == "tuple":
             return tuple(operands)
         if i.opcode == "get-tuple-element":
-            whole = operands[0]
-            return whole[i.index] if isinstance(whole, tuple) else whole
+            return element(operands[0], (i.index,))
         if i.opcode in _FREE:
-            return _filled(i.type, _NO_BUFFER)
+            return without_buffers(i.type)
         if i.opcode in ("bitcast", "reshape", "opt-barrier") or (i.opcode.endswith("-done") and operands):
             return operands[0]
-        if i.opcode == "while":
-            return self._loop(i, operands[0], event, loops)
-        if i.opcode in ("call", "conditional") and i.called:
-            return self._call(i, operands, event, loops)
-        value = self._new(done[i.name].type if i.name in done else i.type)
+        value = self.buffers.new(kind)
         for output, operand in self._in_place(i, len(operands)):
-            target = value[output] if isinstance(value, tuple) else value
-            self._share(operands[operand], target)
-        return value
-
-    def _loop(self, i: Instruction, state: Value, event: _Event, loops: tuple[str, ...]) -> Value:
-        event.loop = i.body
-        event.inner = self._run(i.body, [state], (*loops, i.body))
-        self._share(state, self.root)
-        return state
-
-    def _call(self, i: Instruction, operands: list[Value], event: _Event, loops: tuple[str, ...]) -> Value:
-        value = self._new(i.type)
-        for n, target in enumerate(i.called):
-            given = operands if i.opcode == "call" else operands[n + 1 : n + 2]
-            event.inner += self._run(target, given, loops)
-            self._share(value, self.root)
+            self.buffers.share(operands[operand], element(value, (output,)))
         return value
 
     def _in_place(self, i: Instruction, num_operands: int) -> Iterator[tuple[int, int]]:
@@ -255,110 +226,122 @@ class _Walk:
                 if number is not None and number < num_operands:
                     yield n, number
 
-    def _alias_outputs(self) -> None:
-        for path, number in self.module.aliases.items():
-            value: Value = self.root
-            for index in path:
-                value = value[index] if isinstance(value, tuple) else value
-            if number in self.arguments:
-                self._share(self.arguments[number], value)
 
-    # Classes: seeds, then along the edges until nothing changes.
-
-    def _classify(self, i: Instruction, operands: list[Value], value: Value, types: dict[str, Type]) -> None:
-        kind = collective_kind(i)
-        if kind:
-            collective = make_collective(i, types, 1, ())
-            if self.over_data(collective):
-                name = PARAMETERS if kind == "all-gather" else GRADIENTS
-                if kind == "all-gather" or collective.num_bytes > self.small_bytes:
-                    for b in _buffers(*operands, value):
-                        self.tags.setdefault(b, name)
+def _seeds_and_edges(
+    module: Module,
+    buffers: Buffers,
+    events: Sequence[_Event],
+    over_data: Callable[[Collective], bool],
+    small_bytes: int,
+) -> tuple[dict[int, str], list[_Edge]]:
+    """The buffers of which collectives say the class, and along which edges that class may spread."""
+    tags: dict[int, str] = {}
+    edges: list[_Edge] = []
+    for event in _all_events(events):
+        i, collective = event.instruction, event.collective
+        if collective is not None:
+            gathers = collective.kind == "all-gather"
+            if over_data(collective) and (gathers or collective.num_bytes > small_bytes):
+                for b in buffers_of(*event.operands, event.value):
+                    tags.setdefault(b, PARAMETERS if gathers else GRADIENTS)
         elif i.opcode in ("copy", "convert", "transpose", "copy-start") or i.opcode.startswith("fusion"):
-            moved, elementwise = self._moves(i)
-            for out in _buffers(value):
-                for b in _buffers(*operands):
-                    if moved or (elementwise and self.elements[b] == self.elements[out]):
-                        self.edges.append((b, out, moved))
+            moved, elementwise = _moves(module, i)
+            for out in buffers_of(event.value):
+                for b in event.used:
+                    # A fusion of a gradient and a scalar, or of a slice, makes no gradient: sizes must agree.
+                    if moved or (elementwise and buffers.elements[b] == buffers.elements[out]):
+                        edges.append((b, out, moved))
+    return tags, edges
 
-    def _moves(self, i: Instruction) -> tuple[bool, bool]:
-        """Whether an instruction only moves data, and whether it works element by element."""
-        moved, elementwise = True, True
-        for name in i.called:
-            for x in self.module.instructions(name):
-                scalar = all(a.size == 1 for a in arrays(x.type))
-                if x.opcode not in _MOVES and not (scalar and x.opcode in _INDEX_ARITHMETIC):
-                    moved = False
-                if x.opcode in ("dot", "convolution", "reduce", "scatter", "gather"):
-                    elementwise = False
-        return moved, elementwise
 
-    def _propagate(self) -> None:
-        tags = dict(self.fixed)
-        for b, name in self.tags.items():
-            tags.setdefault(self._find(b), name)
-        pairs = {
-            (self._find(a), self._find(b), moved) for a, b, moved in self.edges if _NO_BUFFER not in (a, b)
-        }
-        ordered = [p for p in sorted(pairs) if min(self.elements[p[0]], self.elements[p[1]]) > 1]
-        before = -1
-        while len(tags) != before:
-            before = len(tags)
-            for a, b, moved in ordered:
-                if b not in tags and (tags.get(a) == GRADIENTS or (moved and tags.get(a) == PARAMETERS)):
-                    tags[b] = tags[a]
-                elif a not in tags and moved and tags.get(b) in (GRADIENTS, PARAMETERS):
-                    tags[a] = tags[b]
-        self.classes = tags
+def _moves(module: Module, i: Instruction) -> tuple[bool, bool]:
+    """Whether an instruction only moves data, and whether it works element by element."""
+    moved, elementwise = True, True
+    for name in i.called:
+        for x in module.instructions(name):
+            scalar = all(a.size == 1 for a in arrays(x.type))
+            if x.opcode not in _MOVES and not (scalar and x.opcode in _INDEX_ARITHMETIC):
+                moved = False
+            if x.opcode in ("dot", "convolution", "reduce", "scatter", "gather"):
+                elementwise = False
+    return moved, elementwise
 
-    # Live ranges.
 
-    def result(self) -> Lifetimes:
-        """The points of the whole schedule."""
-        arguments = set(self.roots.values())
-        host = sum(self.sizes[b] for b in arguments if self.on_host[b])
-        rest = self._bytes(b for b in arguments if not self.on_host[b])
-        outside = arguments | {_NO_BUFFER}
-        return Lifetimes(tuple(self._points(self.events, (), outside, rest)), rest, host)
+def _spread(
+    buffers: Buffers, known: Mapping[int, str], tags: Mapping[int, str], edges: Sequence[_Edge]
+) -> dict[int, str]:
+    """The class of each buffer that has one, by root: what is known, then tags, then along the edges.
 
-    def _bytes(self, buffers: "Iterator[int] | set[int]") -> dict[str, int]:
-        found = dict.fromkeys(CLASSES, 0)
-        for b in buffers:
-            found[self.classes.get(b, OTHER)] += self.sizes[b]
-        return found
+    A class is never taken back, so the loop ends; the edges are sorted so that it ends alike on every run.
+    """
+    classes = dict(known)
+    for b, name in tags.items():
+        classes.setdefault(buffers.root(b), name)
+    pairs = sorted({(buffers.root(a), buffers.root(b), moved) for a, b, moved in edges})
+    # Scalars meet everything, and would lead from any class to any other.
+    pairs = [p for p in pairs if min(buffers.elements[p[0]], buffers.elements[p[1]]) > 1]
+    before = -1
+    while len(classes) != before:
+        before = len(classes)
+        for a, b, moved in pairs:
+            if b not in classes and (classes.get(a) == GRADIENTS or (moved and classes.get(a) == PARAMETERS)):
+                classes[b] = classes[a]
+            # backwards too: what is copied into the operand of a reduction is a gradient already
+            elif a not in classes and moved and classes.get(b) in (GRADIENTS, PARAMETERS):
+                classes[a] = classes[b]
+    return classes
+
+
+@dataclasses.dataclass(frozen=True)
+class _LiveRanges:
+    """From events to live bytes, once buffers are joined and classified."""
+
+    buffers: Buffers
+    classes: Mapping[int, str]
+
+    def result(self, events: list[_Event], arguments: set[int]) -> Lifetimes:
+        """The points of the whole schedule; arguments live throughout."""
+        on_device = {b for b in arguments if not self.buffers.on_host[b]}
+        rest = dict.fromkeys(CLASSES, 0)
+        self._add(rest, on_device, 1)
+        host_bytes = sum(self.buffers.sizes[b] for b in arguments - on_device)
+        return Lifetimes(tuple(self._points(events, (), arguments, rest)), rest, host_bytes)
+
+    def _add(self, by_class: dict[str, int], some: Iterable[int], sign: int) -> None:
+        for b in some:
+            by_class[self.classes.get(b, OTHER)] += sign * self.buffers.sizes[b]
 
     def _points(
         self, events: list[_Event], loops: tuple[str, ...], outside: set[int], around: dict[str, int]
     ) -> Iterator[Point]:
         """Points of one computation; `outside` lives elsewhere, `around` is what that amounts to."""
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
-        for n, event in enumerate(events):
-            for b in (*event.defined, *event.used):
-                root = self._find(b)
-                if root not in outside and not self.on_host[root]:
-                    first.setdefault(root, n)
-                    last[root] = n
-        born: dict[int, list[int]] = {}
-        dying: dict[int, list[int]] = {}
-        for b in first:
-            born.setdefault(first[b], []).append(b)
-            dying.setdefault(last[b], []).append(b)
+        first, last = self._ranges(events, outside)
+        born, dying = _by_value(first), _by_value(last)
         live = dict(around)
         for n, event in enumerate(events):
-            for b in born.get(n, ()):
-                live[self.classes.get(b, OTHER)] += self.sizes[b]
+            self._add(live, born.get(n, ()), 1)
             now = dict(live)
-            for b in _reused(event, born.get(n, []), dying.get(n, []), self.sizes):
-                now[self.classes.get(b, OTHER)] -= self.sizes[b]
+            self._add(now, _reused(event, born.get(n, []), dying.get(n, []), self.buffers.sizes), -1)
             if event.inner:
+                # What lives across the call is outside of what it runs: neither born nor dying there.
                 held = outside | {b for b in first if first[b] <= n <= last[b]}
                 inner_loops = (*loops, event.loop) if event.loop else loops
                 yield from self._points(event.inner, inner_loops, held, now)
             elif event.instruction.opcode != "parameter":
                 yield Point(event.instruction.name, loops, now)
-            for b in dying.get(n, ()):
-                live[self.classes.get(b, OTHER)] -= self.sizes[b]
+            self._add(live, dying.get(n, ()), -1)
+
+    def _ranges(self, events: list[_Event], outside: set[int]) -> tuple[dict[int, int], dict[int, int]]:
+        """Per buffer of one computation, the numbers of the first and of the last event that touches it."""
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for n, event in enumerate(events):
+            for b in (*event.defined, *event.used):
+                root = self.buffers.root(b)
+                if root not in outside and not self.buffers.on_host[root]:
+                    first.setdefault(root, n)
+                    last[root] = n
+        return first, last
 
 
 def _reused(event: _Event, born: list[int], dying: list[int], sizes: list[int]) -> list[int]:
@@ -387,13 +370,14 @@ def _updated_parameter(inside: dict[str, Instruction], name: str) -> int | None:
     return int(x.argument) if x is not None and x.opcode == "parameter" else None
 
 
-def _leaves(value: Value) -> list[int]:
-    return [value] if isinstance(value, int) else [b for inner in value for b in _leaves(inner)]
+def _all_events(events: Iterable[_Event]) -> Iterator[_Event]:
+    for event in events:
+        yield from _all_events(event.inner)
+        yield event
 
 
-def _buffers(*values: Value) -> list[int]:
-    return [b for value in values for b in _leaves(value) if b != _NO_BUFFER]
-
-
-def _filled(kind: Type, buffer: int) -> Value:
-    return buffer if isinstance(kind, Array) else tuple(_filled(inner, buffer) for inner in kind)
+def _by_value(numbers: Mapping[int, int]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for key, number in numbers.items():
+        found.setdefault(number, []).append(key)
+    return found

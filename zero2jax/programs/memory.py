@@ -1,23 +1,12 @@
 """Measured bytes per device of a training state and its step, by class, beside what the formula says.
 
-What rests between steps is read from the live buffers; what exists during a step is read from the compiled program:
-its temporary allocation as the compiler reports it, the parameters from what its all-gathers produce, whole
+What is stored between steps is read from the live buffers; what exists during a step is read from the compiled
+program: its temporary allocation as the compiler reports it, the parameters from what its all-gathers produce, full
 gradients from what its reductions take in, gradient shards from the output of the compiled gradient computation.
-
-The formulas, with P parameters, N shards, c bytes of the compute and g bytes of the gradient dtype (ZeRO,
-arXiv:1910.02054, section 5):
-
-    stage   master     parameters in the step   gradients
-    0       4 P        c P                      g P
-    1       4 P / N    c P                      g P
-    2       4 P / N    c P                      g P / N
-    3       4 P / N    those of one layer       g P / N
-
-A leaf that other mesh axes cut into M parts counts as P / M.
+The formulas are those of `programs.formulas`.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -25,10 +14,15 @@ from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from zero2jax.base.pytrees import PyTree
+from zero2jax.base.tables import aligned
+from zero2jax.programs.formulas import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, Formula, class_formulas
 from zero2jax.programs.hlo import Collective, axis_names, collectives
 from zero2jax.zero.gradients import GradientSettings
-from zero2jax.zero.shard_plan import LeafPlan
 from zero2jax.zero.state import Layout, TrainState
+
+IN_STEP = f"{PARAMETERS} in the step"
+# No class of its own: what the compiler allocates for gradients, parameters and activations together.
+TEMPORARY = "temporary"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +46,13 @@ class MemoryRow:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """Bytes per device by class: master, optimizer state, gradients, parameters in the step, temporary."""
+    """Bytes per device by class: `report["master"]`, and so on.
+
+    Attributes:
+      stage: ZeRO stage.
+      num_shards: N, the devices that the state is sharded over from stage 1 on.
+      rows: `master`, `optimizer state`, `gradients`, `parameters in the step`, `temporary`.
+    """
 
     stage: int
     num_shards: int
@@ -63,8 +63,8 @@ class MemoryReport:
 
     @property
     def total_bytes(self) -> int:
-        """Peak of the step: what rests, and the compiler's temporary allocation, which holds the other classes."""
-        return sum(self[name].measured_bytes or 0 for name in ("master", "optimizer state", "temporary"))
+        """Peak of the step: what is stored, and the compiler's temporary allocation, which holds the other classes."""
+        return sum(self[name].measured_bytes or 0 for name in (MASTER, OPTIMIZER, TEMPORARY))
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -78,17 +78,13 @@ class MemoryReport:
     def table(self) -> str:
         """The report as text."""
         number = lambda n: "-" if n is None else f"{n:,}"
-        cells = [("bytes per device", "measured", "formula", "formula for", "measured in")]
+        rows = [("bytes per device", "measured", "formula", "formula for", "measured in")]
         for row in self.rows:
-            cells.append(
-                (row.name, number(row.measured_bytes), number(row.formula_bytes), row.formula, row.source)
-            )
-        cells.append(("total", number(self.total_bytes), "-", "master + optimizer state + temporary", ""))
-        widths = [max(len(line[i]) for line in cells) for i in range(5)]
-        aligned = lambda i, cell: cell.rjust(widths[i]) if i in (1, 2) else cell.ljust(widths[i])
-        return "\n".join(
-            "  ".join(aligned(i, cell) for i, cell in enumerate(line)).rstrip() for line in cells
-        )
+            sizes = (number(row.measured_bytes), number(row.formula_bytes))
+            rows.append((row.name, *sizes, row.formula, row.source))
+        held = f"{MASTER} + {OPTIMIZER} + {TEMPORARY}"
+        rows.append(("total", number(self.total_bytes), "-", held, ""))
+        return "\n".join(aligned(rows, right=(1, 2)))
 
     __str__ = table
 
@@ -110,59 +106,64 @@ def measure_memory(
     settings: GradientSettings,
     mesh: Mesh,
 ) -> MemoryReport:
-    """The report of a state, its compiled step, and the compiled gradient computation of that step."""
-    found = [
-        c
-        for c in collectives(step.as_text() or "")
-        if settings.axis_name in axis_names(c.groups, mesh.shape)  # the other axes move activations
-    ]
-    size = lambda leaf: math.prod(leaf.shape) // leaf.num_model_shards(mesh)
-    rest_bytes = lambda plan: sum(size(leaf) * int(leaf.dtype.itemsize) for leaf in plan.leaves)
-    shards = layout.params.num_shards if settings.step.stage else 1
-    of = lambda sharded: f" / {shards}" if sharded and shards > 1 else ""
-    scattered = settings.step.stage >= 2
-    whole_grads = sum(settings.gradient_dtype(i).itemsize * size(leaf) for i, leaf in _trained(layout))
-    whole_params = sum(
-        settings.compute_dtype(i).itemsize * size(leaf) for i, leaf in enumerate(layout.params.leaves)
-    )
+    """The report of a state, its compiled step, and the compiled gradient computation of that step.
+
+    Raises:
+      ValueError: the backend does not report the memory of compiled programs.
+    """
+    formulas = class_formulas(layout, settings, mesh)
+    moved = collectives(step.as_text() or "")
     rows = (
+        _row(MASTER, live_bytes(state.params), "live buffers", formulas[MASTER]),
+        _row(OPTIMIZER, live_bytes(state.opt_state), "live buffers", formulas[OPTIMIZER]),
+        _gradients_row(moved, gradients, settings, mesh, formulas[GRADIENTS]),
+        _parameters_row(moved, settings, mesh, formulas[PARAMETERS]),
         MemoryRow(
-            "master",
-            live_bytes(state.params),
-            rest_bytes(layout.params) // shards,
-            "parameters at rest" + of(True),
-            "live buffers",
-        ),
-        MemoryRow(
-            "optimizer state",
-            live_bytes(state.opt_state),
-            rest_bytes(layout.opt_state) // shards,
-            "state of the optimizer" + of(True),
-            "live buffers",
-        ),
-        MemoryRow(
-            "gradients",
-            _analysis(gradients).output_size_in_bytes if scattered else _reduced_bytes(found, settings),
-            whole_grads // shards if scattered else whole_grads,
-            "gradients" + of(scattered),
-            "compiled gradients" if scattered else "reductions of the compiled step",
-        ),
-        MemoryRow(
-            "parameters in the step",
-            _gathered_bytes(found, settings),
-            None if settings.step.stage == 3 else whole_params,
-            "those of one layer" if settings.step.stage == 3 else "parameters in the compute dtype",
-            "all-gathers of the compiled step" if settings.step.stage else "no buffer of their own",
-        ),
-        MemoryRow(
-            "temporary",
-            _analysis(step).temp_size_in_bytes,
-            None,
-            "activations and the two above",
-            "allocation of the compiled step",
+            name=TEMPORARY,
+            measured_bytes=_analysis(step).temp_size_in_bytes,
+            formula_bytes=None,
+            formula="activations and the two above",
+            source="allocation of the compiled step",
         ),
     )
-    return MemoryReport(settings.step.stage, layout.params.num_shards, rows)
+    return MemoryReport(settings.step.stage, settings.plan.num_shards, rows)
+
+
+def _row(name: str, measured_bytes: int | None, source: str, formula: Formula) -> MemoryRow:
+    return MemoryRow(
+        name=name,
+        measured_bytes=measured_bytes,
+        formula_bytes=formula.num_bytes,
+        formula=formula.words,
+        source=source,
+    )
+
+
+def _gradients_row(
+    moved: list[Collective], gradients: Compiled, settings: GradientSettings, mesh: Mesh, formula: Formula
+) -> MemoryRow:
+    if settings.step.stage >= 2:
+        return _row(GRADIENTS, _analysis(gradients).output_size_in_bytes, "compiled gradients", formula)
+    measured = _reduced_bytes(_along(moved, settings.axis_name, mesh), settings)
+    return _row(GRADIENTS, measured, "reductions of the compiled step", formula)
+
+
+def _parameters_row(
+    moved: list[Collective], settings: GradientSettings, mesh: Mesh, formula: Formula
+) -> MemoryRow:
+    if settings.step.stage == 0:
+        return _row(IN_STEP, None, "no buffer of their own", formula)
+    measured = _gathered_bytes(_along(moved, settings.axis_name, mesh), settings)
+    if settings.axes.rest_over_replicas:  # what a group gathers of its own shards from the others, and keeps
+        alone = (settings.axes.replica,)
+        copies = [c for c in moved if c.kind == "all-gather" and axis_names(c.groups, mesh.shape) == alone]
+        measured += sum(c.total_bytes for c in copies)
+    return _row(IN_STEP, measured, "all-gathers of the compiled step", formula)
+
+
+def _along(moved: list[Collective], axis_name: str, mesh: Mesh) -> list[Collective]:
+    """Those along one mesh axis, alone or with others; what moves along other axes are activations."""
+    return [c for c in moved if axis_name in axis_names(c.groups, mesh.shape)]
 
 
 def _analysis(compiled: Compiled) -> Any:
@@ -172,38 +173,27 @@ def _analysis(compiled: Compiled) -> Any:
     return analysis
 
 
-def _trained(layout: Layout) -> list[tuple[int, LeafPlan]]:
-    return [(i, leaf) for i, leaf in enumerate(layout.params.leaves) if layout.trainable[i]]
+def _reduced_bytes(moved: list[Collective], settings: GradientSettings) -> int:
+    """Full gradients, from what the reductions take in; accumulated ones at the accumulator's width."""
+    reduced = sum(c.total_bytes for c in moved if c.kind in ("all-reduce", "reduce-scatter"))
+    trained = [(i, leaf) for i, leaf in enumerate(settings.plan.leaves) if settings.trainable[i]]
+    kept = sum(settings.gradient_dtype(i).itemsize for i, _ in trained)
+    sent = sum(settings.precision.reduce(leaf).itemsize for _, leaf in trained)
+    return reduced * kept // max(sent, 1)
 
 
-def _reduced_bytes(found: list[Collective], settings: GradientSettings) -> int:
-    """Whole gradients, from what the reductions take in; accumulated ones at the accumulator's width."""
-    reduced = sum(c.total_bytes for c in found if c.kind in ("all-reduce", "reduce-scatter"))
-    if settings.step.num_microbatches == 1:
-        return reduced
-    widths = [
-        (settings.gradient_dtype(i).itemsize, settings.precision.reduce(leaf).itemsize)
-        for i, leaf in enumerate(settings.plan.leaves)
-        if settings.trainable[i]
-    ]
-    return reduced * sum(a for a, _ in widths) // max(sum(b for _, b in widths), 1)
-
-
-def _gathered_bytes(found: list[Collective], settings: GradientSettings) -> int | None:
-    """Parameters that exist at one time, from what the all-gathers produce."""
-    gathers = [c for c in found if c.kind == "all-gather"]
-    if settings.step.stage == 0:
-        return None
+def _gathered_bytes(moved: list[Collective], settings: GradientSettings) -> int:
+    """Parameters that exist at one time, from what the all-gathers over the data axis produce."""
+    gathers = [c for c in moved if c.kind == "all-gather"]
     if settings.step.stage == 3:
         return max((_bytes_at_once(loops, gathers) for loops in {c.loops for c in gathers}), default=0)
-    repeats = (
-        settings.step.num_microbatches if settings.step.stage == 2 and not settings.step.gather_once else 1
-    )
+    at_each_use = settings.step.stage == 2 and not settings.step.gather_once
+    repeats = settings.step.num_microbatches if at_each_use else 1
     return sum(c.total_bytes for c in gathers) // repeats
 
 
 def _bytes_at_once(loops: tuple[str, ...], gathers: list[Collective]) -> int:
     """One pass through an innermost loop gathers one layer; elsewhere parameters come one after the other."""
-    found = [c.num_bytes for c in gathers if c.loops == loops]
+    here = [c.num_bytes for c in gathers if c.loops == loops]
     innermost = loops and not any(c.loops[: len(loops)] == loops != c.loops for c in gathers)
-    return sum(found) if innermost else max(found)
+    return sum(here) if innermost else max(here)

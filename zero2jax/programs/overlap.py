@@ -84,7 +84,7 @@ class Timeline:
 
 
 def simulate(module: Module, rates: Rates) -> Timeline:
-    """Run the two clocks over the whole program."""
+    """Run the two clocks over a program."""
     flops, _, overlaps = _Simulation(module, rates).run(module.entry, 1, ())
     return Timeline(flops, tuple(overlaps))
 
@@ -108,7 +108,7 @@ class _Simulation:
         types = {i.name: i.type for i in instructions}
         now = link_free = flops = 0.0
         pending: dict[str, _Pending] = {}
-        found: list[Overlap] = []
+        overlaps: list[Overlap] = []
         for i in instructions:
             if collective_kind(i):
                 collective = make_collective(i, types, trips, loops)
@@ -118,16 +118,16 @@ class _Simulation:
                 if collective.is_async:
                     pending[i.name] = entry
                 else:
-                    found.append(_finished(entry, now, flops))
+                    overlaps.append(_finished(entry, now, flops))
                     now = link_free
             elif i.opcode.endswith("-done") and i.operands and i.operands[0] in pending:
                 entry = pending.pop(i.operands[0])
-                found.append(_finished(entry, now, flops))
+                overlaps.append(_finished(entry, now, flops))
                 now = max(now, entry.end)
             else:
                 more, seconds, inner = self._cost(i, types, trips, loops)
-                flops, now, found = flops + more, now + seconds, found + inner
-        return flops, now, found
+                flops, now, overlaps = flops + more, now + seconds, overlaps + inner
+        return flops, now, overlaps
 
     def _cost(
         self, i: Instruction, types: Mapping[str, Type], trips: int, loops: tuple[str, ...]
@@ -139,14 +139,19 @@ class _Simulation:
             return flops * n, seconds * n, overlaps
         if i.opcode in ("call", "conditional", "async-start"):
             branches = [self.run(target, trips, loops) for target in i.called]
-            return max(branches, key=lambda found: found[1], default=(0.0, 0.0, []))
+            return max(branches, key=lambda branch: branch[1], default=(0.0, 0.0, []))
         flops = instruction_flops(self.module, i, types)
         return flops, flops / self.rates.flops, []
 
 
 def _finished(entry: _Pending, now: float, flops: float) -> Overlap:
     exposed = min(max(entry.end - now, 0.0), entry.seconds)
-    return Overlap(entry.collective, flops - entry.flops_before, entry.seconds, exposed)
+    return Overlap(
+        collective=entry.collective,
+        flops_inside=flops - entry.flops_before,
+        seconds=entry.seconds,
+        exposed_s=exposed,
+    )
 
 
 def instruction_flops(module: Module, i: Instruction, types: Mapping[str, Type]) -> float:
@@ -199,5 +204,4 @@ def _dims(attributes: str, name: str) -> list[int]:
 
 
 def _first_array(kind: Type | None) -> Array | None:
-    found = arrays(kind) if kind is not None else []
-    return found[0] if found else None
+    return next(iter(arrays(kind)), None) if kind is not None else None

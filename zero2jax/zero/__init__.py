@@ -1,1 +1,46 @@
-"""The room `zero`."""
+"""ZeRO: training state lives in shards, and a full parameter exists only where the loss uses it.
+
+One step at stage 2 or 3, on one of N devices. `w` stands for every parameter, P of them in all:
+
+    at rest       shard of w, fp32                      shards of Adam's moments
+                  4 P/N bytes                           8 P/N bytes
+                      │                                         │
+   ┌─ shard_map ──────┼───────────────────────────────────┐     │
+   │  stand-in   (shard, port)                            │     │
+   │  at its use      ├── all_gather ──▶ w, bf16 ──┐      │     │
+   │                  │                            ▼      │     │
+   │                  │              loss(params, batch)  │     │
+   │                  │                            │      │     │
+   │  in backward   port ◀── psum_scatter ── dw ◀──┘      │     │
+   └──────────────────┼───────────────────────────────────┘     │
+                 shard of dw                                    │
+                      └─────▶ optax, on global arrays ◀─────────┘
+                                         │
+    at rest       shard of w  ◀──────────┴────────▶  shards of the moments
+
+The loss is the user's own function, not a line of it changed. The trick is in the two arrows: a gradient is reduced and
+sharded at the place in the backward pass where it is made, so the full gradient of a model never exists; nor, at stage
+3, does a full copy of its parameters. `jax.grad` is taken with respect to the ports. The optimizer is plain optax,
+outside of the `shard_map`, on global arrays that happen to be sharded: any transformation is right.
+
+Three terms are used throughout:
+
+  at rest   how an array is stored between steps: sharded over the data axis, padded where it does not divide.
+  stand-in  what the loss function is given in the place of a parameter: its shard and its port.
+  port      zeros of the shard's shape that nobody reads: the gradient leaves through them.
+
+The files, in reading order. The first five are the idea:
+
+  1 shard_plan    which dim of each leaf is sharded, or why none
+  2 exchange      one leaf: all_gather forward, psum_scatter backward
+  3 point_of_use  the loss evaluated with stand-ins: each parameter is gathered where it is used
+  4 gradients     the four stages, and microbatches
+  5 step          one training step; plain optax on global arrays
+    state         what is at rest, and how it gets there without a full copy
+    layer_dims    which leading dims are layers: read from the loss, or guessed
+    precision, settings   dtypes; everything that is fixed about a step
+    shard_optimizer       the other way in: an optax wrapper for a step of your own
+
+Imports `base` alone. Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models,
+arXiv:1910.02054: stages 1 to 3 are its P_os, P_os+g and P_os+g+p.
+"""

@@ -1,17 +1,146 @@
-"""The collectives over the data axis, each on this device's shard of the other axes. Per-device code.
+"""What crosses the data axis: shards in, full parameters out; full gradients in, shards of their sum out.
 
-Inside a `shard_map` that is manual over `data` only, a collective over `data` sees operands that are replicated
+Per-device code, inside a `shard_map` that is manual over the data axes. One leaf of shape (..., d, ...), sharded over N
+devices along d and padded there to a multiple of N:
+
+  gather             this device's shard (..., ceil(d/N), ...) -> (..., d, ...) in the compute dtype
+  reduce_grad        this device's gradient (..., d, ...) -> its shard (..., ceil(d/N), ...) of the devices' sum
+  gather_and_reduce  the first forward, the second backward
+
+A `Use` says how, for a leaf or for one layer of it. `by_layer` does it for all leaves, stacks of layers one layer at a
+time: in one piece, the compiler copies the stack into another layout.
+
+A collective over `data` inside a `shard_map` that is manual over `data` only sees operands that are replicated
 over the automatic axes: a gradient sharded over `model` would first be all-gathered over `model` and then reduced
-whole, M times the bytes. So where a value has a placement on other axes, the collective runs in an inner
-`shard_map` that is manual over those axes too. (Sharding constraints around the collective do not help.)
+in full, M times the bytes. So where a value is placed on other axes, the collective runs in an inner `shard_map` that
+is manual over those too. (Sharding constraints around the collective do not help.)
+
+ZeRO, arXiv:1910.02054, section 5.
 """
 
-from collections.abc import Callable
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zero2jax.zero.shard_plan import Placement
+from zero2jax.base.mesh import padded_size
+from zero2jax.zero.shard_plan import LeafPlan, Placement
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Use:
+    """How a parameter, or one layer of it, comes from its shard and its gradient goes back: static and hashable.
+
+    Attributes:
+      path: the parameter's name.
+      dim: sharded dim of the full parameter; None for one that is replicated.
+      size: true size of that dim.
+      num_shards: N; a shard is padded so that the dim divides by it.
+      placement: other mesh axes of each dim, `()` for none.
+      dtype: dtype of the full parameter.
+      grad_dtype: dtype in which its gradient is summed over the devices.
+      axis_name: axis to gather and reduce over.
+      layer_dims: leading dims that `by_layer` loops over.
+      gathered: the source is full already, and only gradients are still to be reduced.
+    """
+
+    path: str
+    dim: int | None
+    size: int
+    num_shards: int
+    placement: Placement
+    dtype: Any
+    grad_dtype: Any
+    axis_name: str
+    layer_dims: int = 0
+    gathered: bool = False
+
+    @property
+    def layer(self) -> "Use":
+        """The same for one layer of a stack, without the leading dim."""
+        dim = None if self.dim is None else self.dim - 1
+        layer_dims = max(self.layer_dims - 1, 0)
+        return dataclasses.replace(self, dim=dim, placement=self.placement[1:], layer_dims=layer_dims)
+
+
+def use_of_leaf(leaf: LeafPlan, dtype: Any, grad_dtype: Any, axis_name: str) -> Use:
+    """The `Use` of a leaf of a plan."""
+    return Use(
+        path=leaf.path,
+        dim=leaf.dim,
+        size=0 if leaf.dim is None else leaf.shape[leaf.dim],
+        num_shards=leaf.num_shards,
+        placement=leaf.model_spec if any(entry is not None for entry in leaf.model_spec) else (),
+        dtype=dtype,
+        grad_dtype=grad_dtype,
+        axis_name=axis_name,
+        layer_dims=0 if leaf.dim is None else leaf.layer_dims,  # what is replicated needs no loop
+    )
+
+
+def gather(use: Use, source: jax.Array) -> jax.Array:
+    """The full parameter, without padding and in its compute dtype, from this device's shard."""
+    x = source.astype(use.dtype)
+    if use.gathered or use.dim is None:
+        return x
+    x = all_gather(x, use.axis_name, use.dim, use.placement)
+    return jax.lax.slice_in_dim(x, 0, use.size, axis=use.dim)
+
+
+def reduce_grad(use: Use, grad: jax.Array) -> jax.Array:
+    """This device's shard of the sum of a full gradient over the devices; its padding is 0."""
+    grad = grad.astype(use.grad_dtype)
+    if use.dim is None:
+        return psum(grad, use.axis_name, use.placement)
+    rows = padded_size(use.size, use.num_shards)
+    grad = pad_to(grad, (*grad.shape[: use.dim], rows, *grad.shape[use.dim + 1 :]))
+    return psum_scatter(grad, use.axis_name, use.dim, use.placement)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gather_and_reduce(use: Use, source: jax.Array, port: jax.Array) -> jax.Array:
+    """The full parameter; its gradient, reduced, is the gradient of `port`, which is not read. `source` has none."""
+    return gather(use, source)
+
+
+gather_and_reduce.defvjp(
+    lambda use, source, port: (gather(use, source), None),
+    lambda use, _, grad: (None, reduce_grad(use, grad)),
+)
+
+
+def by_layer(
+    fun: Callable[[Use, jax.Array], jax.Array], leaves: Sequence[tuple[Use, jax.Array]]
+) -> list[jax.Array]:
+    """`fun(use, array)` of each leaf, in a loop over its layers; stacks of equal length share a loop."""
+    stacks: dict[int, list[tuple[Use, jax.Array]]] = {}
+    for use, x in leaves:
+        if use.layer_dims:
+            stacks.setdefault(x.shape[0], []).append((use, x))
+    done = {length: iter(_looped(fun, stack)) for length, stack in stacks.items()}
+    return [next(done[x.shape[0]]) if use.layer_dims else fun(use, x) for use, x in leaves]
+
+
+def _looped(
+    fun: Callable[[Use, jax.Array], jax.Array], stacks: Sequence[tuple[Use, jax.Array]]
+) -> list[jax.Array]:
+    uses = [use.layer for use, _ in stacks]
+    layer = lambda slices: by_layer(fun, list(zip(uses, slices, strict=True)))
+    return jax.lax.map(layer, [x for _, x in stacks])  # type: ignore[no-any-return]
+
+
+def pad_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """`x` with zeros behind it in each dim that is longer in `shape`. Global arrays or per-device ones."""
+    if x.shape == tuple(shape):
+        return x
+    return jnp.pad(x, [(0, padded - true) for padded, true in zip(shape, x.shape, strict=True)])
+
+
+# --- collectives -------------------------------------------------------------------------------------------------
 
 
 def all_gather(x: jax.Array, axis_name: str, dim: int, placement: Placement = ()) -> jax.Array:
@@ -29,16 +158,15 @@ def psum_scatter(x: jax.Array, axis_name: str, dim: int, placement: Placement = 
 
 
 def psum(x: jax.Array, axis_name: str, placement: Placement = ()) -> jax.Array:
-    """Sum over the devices; every device keeps the whole."""
+    """Sum over the devices, replicated on all of them."""
     return _on_local_shard(lambda y: jax.lax.psum(y, axis_name), placement)(x)
 
 
 def _on_local_shard(
     collective: Callable[[jax.Array], jax.Array], placement: Placement
 ) -> Callable[[jax.Array], jax.Array]:
-    names = {
-        n for entry in placement for n in (entry if isinstance(entry, tuple) else (entry,)) if n is not None
-    }
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in placement]
+    names = {name for entry in entries for name in entry if name is not None}
     if not names:
         return collective
     return jax.shard_map(

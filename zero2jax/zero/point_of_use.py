@@ -1,27 +1,29 @@
-"""Evaluate an unmodified loss function so that each parameter appears where it is used. Per-device code.
+"""Evaluate an unmodified loss function so that each parameter is gathered where it is used. Per-device code.
 
-The loss is traced to a jaxpr and evaluated again with each parameter replaced by a stand-in: this device's shard
-(`source`), and a `port` of the shard's shape through which the gradient leaves. The stand-in travels through
-`jit`, `jax.checkpoint`, as a scanned-over input of `scan`, and through operations that only pick layers out of a
-stack. Anything else that touches it makes the parameter appear right there:
+In: the loss as a jaxpr, and a stand-in for each parameter. Out: the values that the loss returns. Inside a `shard_map`
+that is manual over the data axes.
+
+A stand-in is this device's shard (`source`) and a `port` of the shard's shape, through which the gradient leaves. The
+walk over the equations passes it on through `jit`, `jax.checkpoint`, as a scanned-over input of `scan`, and through
+operations that only pick layers out of a stack. Any other operation on it gathers the parameter right there:
 
     forward    all_gather of the shard, cast to the compute dtype, padding cut off
     backward   psum_scatter of the cotangent into the port
 
 So in a scanned model each layer's gradient leaves the backward loop as a shard, and the full stacked gradient never
-exists. Two modes:
+exists. Two ways:
 
-  held (stage 2)      a parameter appears once per scope and before a `jax.checkpoint`, whose saved input it becomes
-                      (a stack that is scanned over inside is gathered before and appears inside, layer by layer)
-  regather (stage 3)  it appears inside the `jax.checkpoint`, whose backward pass gathers it again; outside of one,
+  held (stage 2)      a parameter is gathered once per scope and before a `jax.checkpoint`, whose saved input it becomes
+                      (a stack that is scanned over inside is gathered before, layer by layer, and reduced inside)
+  regather (stage 3)  it is gathered inside the `jax.checkpoint`, whose backward pass gathers it again; outside of one,
                       each operation whose backward pass reads it is wrapped in a `jax.checkpoint` of its own,
                       unless the parameter is small
 
 The port is never read: it gives the cotangent a place, a shape and a dtype. Differentiate with respect to the
-ports. A source may also be whole already (gathered once per step); then only the backward half is left.
+ports. A source may also be full already (gathered once per step); then only the backward half is left.
 
-Limits. A parameter that `cond`, `while`, a custom derivative or a kernel uses, or that a scan closes over, appears
-just before, and in regather mode stays until its backward pass. A value computed from parameters alone
+Limits. A parameter that `cond`, `while`, a custom derivative or a kernel uses, or that a scan closes over, is gathered
+just before, and with regather stays until its backward pass. A value computed from parameters alone
 (`w1 @ w2`) is an activation like any other.
 
 ZeRO, arXiv:1910.02054, sections 5.2 and 5.3.
@@ -29,7 +31,6 @@ ZeRO, arXiv:1910.02054, sections 5.2 and 5.3.
 
 import dataclasses
 import functools
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,209 +39,9 @@ import jax
 import jax.numpy as jnp
 
 from zero2jax.base import jaxprs
-from zero2jax.base.mesh import padded_size
-from zero2jax.zero import exchange
-from zero2jax.zero.shard_plan import LeafPlan, Placement
-
-
-@dataclasses.dataclass(frozen=True)
-class Use:
-    """How a parameter, or one layer of it, appears from its shard: static and hashable.
-
-    Attributes:
-      path: the parameter's name.
-      dim: sharded dim of what will appear; None for a leaf that every device holds whole.
-      size: true size of that dim.
-      num_shards: N; a shard is padded so that the dim divides by it.
-      placement: other mesh axes of each dim.
-      dtype: dtype of what appears.
-      axis_name: axis to gather and reduce over.
-      gathered: the source is whole already.
-    """
-
-    path: str
-    dim: int | None
-    size: int
-    num_shards: int
-    placement: Placement
-    dtype: Any
-    axis_name: str
-    gathered: bool = False
-
-    @property
-    def layer(self) -> "Use":
-        """How one layer of a stack appears: the same without the leading dim."""
-        dim = None if self.dim is None else self.dim - 1
-        return dataclasses.replace(self, dim=dim, placement=self.placement[1:])
-
-
-def use_of_leaf(leaf: LeafPlan, dtype: Any, axis_name: str, *, gathered: bool = False) -> Use:
-    """The `Use` of a whole leaf of a plan."""
-    size = 0 if leaf.dim is None else leaf.shape[leaf.dim]
-    placement = leaf.model_spec if any(entry is not None for entry in leaf.model_spec) else ()
-    return Use(leaf.path, leaf.dim, size, leaf.num_shards, placement, dtype, axis_name, gathered)
-
-
-def gather(use: Use, source: jax.Array) -> jax.Array:
-    """The whole parameter, without padding and in its compute dtype, from this device's shard."""
-    x = source.astype(use.dtype)
-    if use.gathered or use.dim is None:
-        return x
-    x = exchange.all_gather(x, use.axis_name, use.dim, use.placement)
-    return jax.lax.slice_in_dim(x, 0, use.size, axis=use.dim)
-
-
-def reduce_grad(use: Use, grad: jax.Array, dtype: Any) -> jax.Array:
-    """Sum a whole gradient over the devices in `dtype`, keeping this device's shard (padding filled with zeros)."""
-    grad = grad.astype(dtype)
-    if use.dim is None:
-        return exchange.psum(grad, use.axis_name, use.placement)
-    padding = padded_size(use.size, use.num_shards) - use.size
-    if padding:
-        grad = jnp.pad(grad, [(0, padding if i == use.dim else 0) for i in range(grad.ndim)])
-    return exchange.psum_scatter(grad, use.axis_name, use.dim, use.placement)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _appear(use: Use, port_dtype: Any, source: jax.Array, port: jax.Array) -> jax.Array:
-    return gather(use, source)
-
-
-_appear.defvjp(
-    lambda use, port_dtype, source, port: (gather(use, source), None),
-    lambda use, port_dtype, _, grad: (None, reduce_grad(use, grad, port_dtype)),
-)
-
-
-@dataclasses.dataclass
-class Standin:
-    """A parameter that has not appeared yet.
-
-    Attributes:
-      use: how it appears.
-      source: this device's shard at rest, or the whole parameter if `use.gathered`.
-      port: what the loss is differentiated by, of the shard's shape and the dtype gradients are reduced in;
-        None for a frozen parameter.
-      pending: operations on it alone, put off until it appears: casts, in regather mode also changes of shape.
-      origin: the stand-in that it is a cast of; where parameters are held, both appear as one.
-      value: what has appeared, remembered where parameters are held.
-    """
-
-    use: Use
-    source: jax.Array
-    port: jax.Array | None
-    pending: tuple[Any, ...] = ()
-    origin: "Standin | None" = None
-    value: jax.Array | None = None
-
-    def appear(self) -> jax.Array:
-        """The parameter, gathered at this point of the program."""
-        if self.port is None:
-            x = gather(self.use, self.source)
-        else:
-            x = _appear(self.use, self.port.dtype, self.source, self.port)
-        return self.apply_pending(x)
-
-    def apply_pending(self, x: jax.Array, already: int = 0) -> jax.Array:
-        """The operations that were put off, but for the first `already`, applied to the parameter."""
-        for eqn in self.pending[already:]:
-            (x,) = jaxprs.bind(eqn, [x])
-        return x
-
-    @property
-    def size(self) -> int:
-        """How many elements appear."""
-        if self.use.gathered or self.use.dim is None:
-            return self.source.size
-        return self.source.size // self.source.shape[self.use.dim] * self.use.size
-
-    @property
-    def keeps_layers(self) -> bool:
-        """Whether what is pending commutes with taking layers out of a stack."""
-        return all(eqn.primitive.name == "convert_element_type" for eqn in self.pending)
-
-    @property
-    def arrays(self) -> tuple[jax.Array, jax.Array | None]:
-        """What of it crosses a transformation; `with_arrays` builds it again on the other side."""
-        return self.source, self.port
-
-    def with_arrays(self, arrays: tuple[jax.Array, jax.Array | None], **changes: Any) -> "Standin":
-        """The same stand-in over other arrays, with no value remembered."""
-        return dataclasses.replace(self, source=arrays[0], port=arrays[1], origin=None, value=None, **changes)
-
-
-@dataclasses.dataclass(frozen=True)
-class Mode:
-    """How parameters appear in the scope that is being evaluated.
-
-    Attributes:
-      regather: stage 3; else a parameter that has appeared is held.
-      recomputed: inside a `jax.checkpoint` that saves nothing, so holding a parameter costs nothing.
-      in_loop: inside a scan, whose forward and backward loops the compiler cannot merge.
-    """
-
-    regather: bool
-    recomputed: bool = False
-    in_loop: bool = False
-
-    @property
-    def holds(self) -> bool:
-        """Whether a parameter that appears stays for the rest of this scope."""
-        return self.recomputed or not self.regather
-
-
-def evaluate(jaxpr: Any, args: Sequence[Any], *, regather: bool) -> list[jax.Array]:
-    """Evaluate a jaxpr whose `args` may be `Standin`s; returns its outputs, all of them arrays."""
-    return _evaluate(jaxpr, args, Mode(regather))
-
-
-def _evaluate(jaxpr: Any, args: Sequence[Any], mode: Mode) -> list[jax.Array]:
-    return [_force(x, mode) for x in _walk(jaxpr, args, mode)]
-
-
-def _walk(jaxpr: Any, args: Sequence[Any], mode: Mode) -> list[Any]:
-    return jaxprs.evaluate(jaxpr, args, lambda eqn, operands: _apply(eqn, operands, mode))
-
-
-def _force(x: Any, mode: Mode) -> Any:
-    if not isinstance(x, Standin):
-        return x
-    if not mode.holds:
-        return x.appear()
-    if x.value is None:
-        if x.origin is None:
-            x.value = x.appear()
-        else:  # what is pending in the origin comes first here too
-            x.value = x.apply_pending(_force(x.origin, mode), already=len(x.origin.pending))
-    return x.value
-
-
-def _apply(eqn: Any, operands: list[Any], mode: Mode) -> Sequence[Any]:
-    standins = [x for x in operands if isinstance(x, Standin)]
-    if not standins:
-        return jaxprs.bind(eqn, operands)
-    if jaxprs.is_call(eqn):
-        return _walk(jaxprs.body(eqn), operands, mode)
-    if jaxprs.is_scan(eqn):
-        return _scan(eqn, operands, mode)
-    if jaxprs.is_checkpoint(eqn):
-        return _checkpoint(eqn, operands, mode)
-    first = operands[0]
-    if isinstance(first, Standin) and len(standins) == 1:
-        picked = _pick_layers(eqn, first, operands[1:], mode)
-        if picked is not None:
-            return picked
-        cast = eqn.primitive.name == "convert_element_type"
-        if len(operands) == 1 and (cast or (not mode.holds and eqn.primitive.name in _DEFERRABLE)):
-            origin = first.origin or first
-            return [dataclasses.replace(first, pending=(*first.pending, eqn), origin=origin, value=None)]
-    cheap = _never_saved(eqn, operands) or (not mode.in_loop and all(x.size <= _SMALL for x in standins))
-    if mode.holds or cheap or jaxprs.has_body(eqn):
-        return jaxprs.bind(eqn, [_force(x, mode) for x in operands])
-    return _recomputing(
-        lambda *xs: jaxprs.bind(eqn, [_force(x, mode) for x in xs]), operands, prevent_cse=not mode.in_loop
-    )
-
+from zero2jax.zero.exchange import Use, by_layer, gather, gather_and_reduce
+from zero2jax.zero.layer_dims import input_depths, reshaped_leading
+from zero2jax.zero.shard_plan import Placement
 
 # Operations on a parameter alone that are cheap to repeat after each gather.
 _DEFERRABLE = frozenset(
@@ -250,42 +51,174 @@ _DEFERRABLE = frozenset(
 # Operations whose backward pass does not read the parameter, so there is nothing to gather again.
 _LINEAR = _DEFERRABLE | {"add", "add_any", "concatenate", "copy", "dynamic_slice", "gather", "neg", "pad"}
 _LINEAR |= {"reduce_sum", "rev", "select_n", "sub"}
-_INDICES = {"select_n": slice(0, 1), "gather": slice(1, None), "dynamic_slice": slice(1, None)}
-"""Operands of these that backward does read: a predicate, indices."""
+
+# Operands of these that backward does read: a predicate, indices.
+_READ_BY_BACKWARD = {"select_n": slice(0, 1), "gather": slice(1, None), "dynamic_slice": slice(1, None)}
 
 # Outside of loops a parameter with at most this many elements is kept for the backward pass: gathering it again
 # costs more than it holds (DeepSpeed's default of `stage3_param_persistence_threshold`).
 _SMALL = 100_000
 
+Arrays = tuple[jax.Array, jax.Array | None]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Standin:
+    """A parameter that has not been gathered yet.
+
+    Attributes:
+      use: how it is gathered and its gradient reduced.
+      source: this device's shard as it is stored, or the full parameter if `use.gathered`.
+      port: what the loss is differentiated by, of the shard's shape and `use.grad_dtype`; None for a frozen parameter.
+      pending: equations that were put off, to be applied to the parameter once it is gathered.
+    """
+
+    use: Use
+    source: jax.Array
+    port: jax.Array | None
+    pending: tuple[Any, ...] = ()
+
+    @property
+    def arrays(self) -> Arrays:
+        """What of it crosses a transformation; `over` builds it again on the other side."""
+        return self.source, self.port
+
+    def over(self, arrays: Arrays, **changes: Any) -> "Standin":
+        """The same over other arrays."""
+        return dataclasses.replace(self, source=arrays[0], port=arrays[1], **changes)
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the full parameter."""
+        if self.use.gathered or self.use.dim is None:
+            return self.source.size
+        return self.source.size // self.source.shape[self.use.dim] * self.use.size
+
+    @property
+    def keeps_layers(self) -> bool:
+        """Whether what is pending commutes with taking layers out of a stack."""
+        return all(eqn.primitive.name == "convert_element_type" for eqn in self.pending)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """What is evaluated in one go: a loss, or the body of a `scan` or a `jax.checkpoint`, calls inlined.
+
+    Attributes:
+      regather: stage 3; else a parameter that has been gathered is held.
+      recomputed: inside a `jax.checkpoint` that saves nothing, so holding a parameter costs nothing.
+      in_loop: inside a scan, whose forward and backward loops the compiler cannot merge.
+      held: what has been gathered here, and the stand-in it was gathered for, by `_key`.
+    """
+
+    regather: bool
+    recomputed: bool = False
+    in_loop: bool = False
+    held: dict[Any, tuple[Standin, jax.Array]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def holds(self) -> bool:
+        """Whether a parameter that is gathered stays for the rest of this scope."""
+        return self.recomputed or not self.regather
+
+    def inner(self, **changes: Any) -> "Scope":
+        """The scope of a body in this one, in which nothing has been gathered."""
+        return dataclasses.replace(self, held={}, **changes)
+
+    def has(self, x: Standin) -> bool:
+        """Whether the parameter of a stand-in is held here."""
+        return _key(dataclasses.replace(x, pending=())) in self.held
+
+    def value(self, x: Any) -> Any:
+        """An operand as an array. A stand-in is gathered here, unless the scope holds it."""
+        if not isinstance(x, Standin):
+            return x
+        key = _key(x)
+        if key in self.held:
+            return self.held[key][1]
+        if x.pending:
+            before = dataclasses.replace(x, pending=x.pending[:-1])
+            (array,) = jaxprs.bind(x.pending[-1], [self.value(before)])
+        else:
+            array = gather(x.use, x.source) if x.port is None else gather_and_reduce(x.use, x.source, x.port)
+        if self.holds:
+            self.held[key] = x, array
+        return array
+
+
+def _key(x: Standin) -> tuple[Any, ...]:
+    """What makes two stand-ins the same array. By identity: arrays and equations cannot be hashed."""
+    return (id(x.source), x.use, *map(id, x.pending))
+
+
+def evaluate(jaxpr: Any, args: Sequence[Any], *, regather: bool) -> list[jax.Array]:
+    """Evaluate a jaxpr whose `args` may be `Standin`s; returns its outputs, all of them arrays."""
+    return _evaluate(jaxpr, args, Scope(regather))
+
+
+def _evaluate(jaxpr: Any, args: Sequence[Any], scope: Scope) -> list[jax.Array]:
+    return [scope.value(x) for x in _walk(jaxpr, args, scope)]
+
+
+def _walk(jaxpr: Any, args: Sequence[Any], scope: Scope) -> list[Any]:
+    return jaxprs.evaluate(jaxpr, args, lambda eqn, operands: _apply(eqn, operands, scope))
+
+
+def _apply(eqn: Any, operands: list[Any], scope: Scope) -> Sequence[Any]:
+    """The outputs of one equation, arrays or stand-ins, from operands that may be stand-ins."""
+    standins = [x for x in operands if isinstance(x, Standin)]
+    if not standins:  # no parameter in it
+        return jaxprs.bind(eqn, operands)
+    if jaxprs.is_call(eqn):  # passed on into the body
+        return _walk(jaxprs.body(eqn), operands, scope)
+    if jaxprs.is_scan(eqn):  # passed on, a layer at a time
+        return _scan(eqn, operands, scope)
+    if jaxprs.is_checkpoint(eqn):  # gathered again inside, or held as its saved input
+        return _checkpoint(eqn, operands, scope)
+    first = operands[0]
+    if isinstance(first, Standin) and len(standins) == 1:
+        picked = _pick_layers(eqn, first, operands[1:], scope)
+        if picked is not None:  # passed on: other stand-ins, of the layers that were picked
+            return picked
+        cast = eqn.primitive.name == "convert_element_type"
+        if len(operands) == 1 and (cast or (not scope.holds and eqn.primitive.name in _DEFERRABLE)):
+            return [dataclasses.replace(first, pending=(*first.pending, eqn))]  # put off until it is gathered
+    compute = lambda *xs: jaxprs.bind(eqn, [scope.value(x) for x in xs])
+    small = not scope.in_loop and all(x.size <= _SMALL for x in standins)
+    # gathered here, and held until backward has read it, if it does
+    if scope.holds or small or _never_saved(eqn, operands) or jaxprs.has_body(eqn):
+        return compute(*operands)
+    # gathered here, and gathered again in backward
+    return _recomputing(compute, operands, prevent_cse=not scope.in_loop)
+
 
 def _never_saved(eqn: Any, operands: Sequence[Any]) -> bool:
     name = eqn.primitive.name
-    read = operands[_INDICES.get(name, slice(0))]
+    read = operands[_READ_BY_BACKWARD.get(name, slice(0))]
     return name in _LINEAR and not any(isinstance(x, Standin) for x in read)
+
+
+def _arrays_of(operands: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(x.arrays if isinstance(x, Standin) else x for x in operands)
 
 
 def _recomputing(
     fun: Callable[..., Sequence[jax.Array]], operands: Sequence[Any], **options: Any
 ) -> Sequence[jax.Array]:
     """`fun(*operands)` under `jax.checkpoint`, with stand-ins passed in rather than what they stand for."""
-    arrays = tuple(x.arrays if isinstance(x, Standin) else x for x in operands)
 
-    def inner(*inner_arrays: Any) -> Sequence[jax.Array]:
-        return fun(
-            *[
-                x.with_arrays(a) if isinstance(x, Standin) else a
-                for x, a in zip(operands, inner_arrays, strict=True)
-            ]
-        )
+    def inner(*arrays: Any) -> Sequence[jax.Array]:
+        pairs = zip(operands, arrays, strict=True)
+        return fun(*[x.over(a) if isinstance(x, Standin) else a for x, a in pairs])
 
-    return jax.checkpoint(inner, **options)(*arrays)
+    return jax.checkpoint(inner, **options)(*_arrays_of(operands))
 
 
-def _checkpoint(eqn: Any, operands: list[Any], mode: Mode) -> Sequence[jax.Array]:
+def _checkpoint(eqn: Any, operands: list[Any], scope: Scope) -> Sequence[jax.Array]:
     options = jaxprs.checkpoint_options(eqn)
-    if not mode.regather:
-        depths = _depths(jaxprs.body(eqn))
-        operands = [_held(x, depth, mode) for x, depth in zip(operands, depths, strict=True)]
+    if not scope.regather:
+        depths = input_depths(jaxprs.body(eqn))
+        operands = [_saved_input(x, depth, scope) for x, depth in zip(operands, depths, strict=True)]
         if not any(isinstance(x, Standin) for x in operands):
             return jaxprs.bind(eqn, operands)
     elif options["policy"] is jax.checkpoint_policies.everything_saveable:
@@ -296,55 +229,40 @@ def _checkpoint(eqn: Any, operands: list[Any], mode: Mode) -> Sequence[jax.Array
             stacklevel=2,
         )
     saves_nothing = options["policy"] in (None, jax.checkpoint_policies.nothing_saveable)
-    inner_mode = dataclasses.replace(mode, recomputed=mode.recomputed or saves_nothing)
-    return _recomputing(lambda *xs: _evaluate(jaxprs.body(eqn), xs, inner_mode), operands, **options)
+    body = scope.inner(recomputed=scope.recomputed or saves_nothing)
+    return _recomputing(lambda *xs: _evaluate(jaxprs.body(eqn), xs, body.inner()), operands, **options)
 
 
-def _held(x: Any, depth: int, mode: Mode) -> Any:
-    """An operand of a `jax.checkpoint` that saves it: it appears now, or, if it is whole already, inside.
+def _saved_input(x: Any, depth: int, scope: Scope) -> Any:
+    """An operand of a `jax.checkpoint` that saves it: gathered now, or, if it is full already, passed in.
 
-    A stack that is scanned over inside, `depth` dims deep, becomes whole now, a layer at a time, and appears inside:
-    so its gradient is still reduced layer by layer.
+    A stack that is scanned over inside, `depth` dims deep, is gathered now, a layer at a time, and passed in as a
+    stand-in: so its gradient is still reduced layer by layer.
     """
     if not isinstance(x, Standin) or x.use.gathered:
         return x
-    appeared = (x.origin or x).value is not None
-    if depth == 0 or x.use.dim is None or x.use.dim < depth or appeared or not x.keeps_layers:
-        return _force(x, mode)
-    whole = _gather_by_layer(x.use, depth, x.source)
-    return x.with_arrays((whole, x.port), use=dataclasses.replace(x.use, gathered=True))
+    if depth == 0 or x.use.dim is None or x.use.dim < depth or scope.has(x) or not x.keeps_layers:
+        return scope.value(x)
+    (full,) = by_layer(gather, [(dataclasses.replace(x.use, layer_dims=depth), x.source)])
+    return x.over((full, x.port), use=dataclasses.replace(x.use, gathered=True))
 
 
-def _gather_by_layer(use: Use, depth: int, x: jax.Array) -> jax.Array:
-    if depth == 0:
-        return gather(use, x)
-    return jax.lax.map(lambda layer: _gather_by_layer(use.layer, depth - 1, layer), x)
-
-
-def _scan(eqn: Any, operands: list[Any], mode: Mode) -> Sequence[jax.Array]:
+def _scan(eqn: Any, operands: list[Any], scope: Scope) -> Sequence[jax.Array]:
     body, num_consts, num_carry, options = jaxprs.scan_parts(eqn)
     split = num_consts + num_carry
-    fixed = [_force(x, mode) for x in operands[:split]]
-    consts, carry = fixed[:num_consts], tuple(fixed[num_consts:])
-    xs = [_scanned(x, mode) for x in operands[split:]]
-    arrays = tuple(x.arrays if isinstance(x, Standin) else x for x in xs)
-    inner_mode = dataclasses.replace(
-        mode, in_loop=True, recomputed=False
-    )  # what it holds, the loop would stack
+    fixed = [scope.value(x) for x in operands[:split]]
+    xs = [_scanned(x, scope) for x in operands[split:]]
 
-    def step(carry: Any, slices: Any) -> tuple[Any, Any]:
-        layers = [
-            x.with_arrays(a, use=x.use.layer) if isinstance(x, Standin) else a
-            for x, a in zip(xs, slices, strict=True)
-        ]
-        out = _evaluate(body, [*consts, *carry, *layers], inner_mode)
-        return tuple(out[:num_carry]), tuple(out[num_carry:])
+    def step(*arrays: Any) -> list[jax.Array]:
+        pairs = zip(xs, arrays[split:], strict=True)
+        layers = [x.over(a, use=x.use.layer) if isinstance(x, Standin) else a for x, a in pairs]
+        # not `recomputed`: what the body held, the loop would stack
+        return _evaluate(body, [*arrays[:split], *layers], scope.inner(in_loop=True, recomputed=False))
 
-    carry, ys = jax.lax.scan(step, carry, arrays, **options)
-    return [*carry, *ys]
+    return jaxprs.rebuild_scan(step, num_consts, num_carry, [*fixed, *_arrays_of(xs)], options)
 
 
-def _scanned(x: Any, mode: Mode) -> Any:
+def _scanned(x: Any, scope: Scope) -> Any:
     """A scanned-over operand: the stand-in itself if its shard has all the layers."""
     if not isinstance(x, Standin):
         return x
@@ -352,117 +270,106 @@ def _scanned(x: Any, mode: Mode) -> Any:
         warnings.warn(
             f"parameter {x.use.path!r} is scanned over, and its shards do not hold whole layers (it is sharded on "
             f"the scanned dim, or reshaped before the scan), so the whole stack is gathered before the loop. Pass "
-            f"`batch` to engine.init, so that the layers are found in the loss function, or set `layer_dims`.",
+            f"`batch` to engine.init, so that the layers are read from the loss function, or set `layer_dims`.",
             stacklevel=2,
         )
-        return _force(x, mode)
+        return scope.value(x)
     return x
 
 
-def _pick_layers(eqn: Any, x: Standin, indices: Sequence[Any], mode: Mode) -> list[Standin] | None:
+# --- layers picked out of a stack: the operation acts on the shard ----------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Picked:
+    """What an operation that picks layers does: `kept[i]` is the dim that result dim i was (None: a new one), and
+    `ops` make the results, from full parameters and from shards alike.
+    """
+
+    kept: Sequence[int | None]
+    ops: Sequence[Callable[[jax.Array], jax.Array]]
+
+
+def _pick_layers(eqn: Any, x: Standin, indices: Sequence[Any], scope: Scope) -> list[Standin] | None:
     """The stand-ins of `eqn` applied to `x`, if that leaves the sharded dim alone and can act on the shard."""
-    dim = x.use.dim
-    appeared = (x.origin or x).value is not None
-    if dim is None or not x.keeps_layers or (mode.holds and appeared):
+    use, pick = x.use, _PICKS.get(eqn.primitive.name)
+    if pick is None or use.dim is None or not x.keeps_layers or scope.has(x):
         return None
-    shape, params, placement = tuple(eqn.invars[0].aval.shape), eqn.params, x.use.placement
-    if eqn.primitive.name in ("slice", "dynamic_slice"):
-        cut = [old != new for old, new in zip(shape, eqn.outvars[0].aval.shape, strict=True)]
-        if any(c and entry is not None for c, entry in zip(cut, placement, strict=False)):
-            return None  # a dim that another mesh axis holds would not divide any more
-    new_dim = dim
-    match eqn.primitive.name:
-        case "squeeze" if dim not in params["dimensions"]:
-            dropped = params["dimensions"]
-            placement = tuple(entry for i, entry in enumerate(placement) if i not in dropped)
-            new_dim = dim - sum(i < dim for i in dropped)
-            changes = [lambda a: jax.lax.squeeze(a, dropped)]
-        case "unstack" if dim != params["axis"]:  # what iterating over an array is since jax 0.12
-            axis = params["axis"]
-            placement = (*placement[:axis], *placement[axis + 1 :])
-            new_dim = dim - (axis < dim)
-            pick = lambda i, a: jax.lax.index_in_dim(a, i, axis, keepdims=False)
-            changes = [functools.partial(pick, i) for i in range(shape[axis])]
-        case "slice" if _takes_all(params, dim, shape):
-            start, limit, strides = params["start_indices"], params["limit_indices"], params["strides"]
-            changes = [lambda a: jax.lax.slice(a, start, _put(limit, dim, a.shape[dim]), strides)]
-        case "dynamic_slice" if params["slice_sizes"][dim] == shape[dim] and _same_everywhere(indices):
-            sizes = params["slice_sizes"]
-            start = _put(indices, dim, jnp.zeros_like(indices[dim]))
-            changes = [lambda a: jax.lax.dynamic_slice(a, start, _put(sizes, dim, a.shape[dim]))]
-        case "reshape":
-            taken = [i for i, entry in enumerate(placement[:dim]) if entry is not None]
-            kept = min([dim, *taken])  # this dim and all later ones are sharded, or stand between such
-            leading = _reshaped_leading(shape, params["new_sizes"], kept)
-            if leading is None:
-                return None
-            placement = (*[None] * len(leading), *placement[kept:]) if placement else ()
-            new_dim = dim - kept + len(leading)
-            changes = [lambda a: a.reshape(*leading, *a.shape[kept:])]
-        case _:
-            return None
-    use = dataclasses.replace(x.use, dim=new_dim, placement=placement)
-    arrays = [(change(x.source), None if x.port is None else change(x.port)) for change in changes]
-    return [x.with_arrays(a, use=use) for a in arrays]
+    picked = pick(eqn, use.dim, use.placement, indices)
+    if picked is None:
+        return None
+    placement = tuple(None if i is None else use.placement[i] for i in picked.kept) if use.placement else ()
+    use = dataclasses.replace(use, dim=list(picked.kept).index(use.dim), placement=placement)
+    results = [(op(x.source), None if x.port is None else op(x.port)) for op in picked.ops]
+    return [x.over(arrays, use=use) for arrays in results]
 
 
-def _same_everywhere(indices: Sequence[Any]) -> bool:
-    """Whether every device picks the same layers: a traced index may come from a device's batch or key."""
-    return not any(isinstance(i, jax.core.Tracer) for i in indices)
+def _squeeze(eqn: Any, dim: int, placement: Placement, indices: Sequence[Any]) -> _Picked | None:
+    dropped, ndim = eqn.params["dimensions"], len(eqn.invars[0].aval.shape)
+    if dim in dropped:
+        return None
+    return _Picked([i for i in range(ndim) if i not in dropped], [lambda a: jax.lax.squeeze(a, dropped)])
 
 
-def _takes_all(params: Any, dim: int, shape: tuple[int, ...]) -> bool:
-    whole = params["start_indices"][dim] == 0 and params["limit_indices"][dim] == shape[dim]
-    return whole and (params["strides"] is None or params["strides"][dim] == 1)
+def _unstack(eqn: Any, dim: int, placement: Placement, indices: Sequence[Any]) -> _Picked | None:
+    """What iterating over an array is since jax 0.12."""
+    axis, shape = eqn.params["axis"], eqn.invars[0].aval.shape
+    if dim == axis:
+        return None
+    pick = lambda i, a: jax.lax.index_in_dim(a, i, axis, keepdims=False)
+    ops = [functools.partial(pick, i) for i in range(shape[axis])]
+    return _Picked([i for i in range(len(shape)) if i != axis], ops)
+
+
+def _slice(eqn: Any, dim: int, placement: Placement, indices: Sequence[Any]) -> _Picked | None:
+    start, limit, strides = (eqn.params[name] for name in ("start_indices", "limit_indices", "strides"))
+    strided = strides is not None and strides[dim] != 1
+    if strided or not _takes_all(eqn, dim) or _cuts_placed(eqn, placement):
+        return None
+    op = lambda a: jax.lax.slice(a, start, _put(limit, dim, a.shape[dim]), strides)
+    return _Picked(range(len(start)), [op])
+
+
+def _dynamic_slice(eqn: Any, dim: int, placement: Placement, indices: Sequence[Any]) -> _Picked | None:
+    sizes = eqn.params["slice_sizes"]
+    # A traced index may come from a device's batch or key: then each device would pick other layers.
+    same_everywhere = not any(isinstance(i, jax.core.Tracer) for i in indices)
+    if not _takes_all(eqn, dim) or _cuts_placed(eqn, placement) or not same_everywhere:
+        return None
+    start = _put(indices, dim, jnp.zeros_like(indices[dim]))
+    op = lambda a: jax.lax.dynamic_slice(a, start, _put(sizes, dim, a.shape[dim]))
+    return _Picked(range(len(sizes)), [op])
+
+
+def _reshape(eqn: Any, dim: int, placement: Placement, indices: Sequence[Any]) -> _Picked | None:
+    shape = eqn.invars[0].aval.shape
+    placed = [i for i, entry in enumerate(placement[:dim]) if entry is not None]
+    first = min([dim, *placed])  # this dim and all later ones are sharded, or stand between such
+    leading = reshaped_leading(shape, eqn.params["new_sizes"], first)
+    if leading is None:
+        return None
+    kept = [*[None] * len(leading), *range(first, len(shape))]
+    return _Picked(kept, [lambda a: a.reshape(*leading, *a.shape[first:])])
+
+
+_PICKS: dict[str, Callable[[Any, int, Placement, Sequence[Any]], _Picked | None]] = {
+    "squeeze": _squeeze,
+    "unstack": _unstack,
+    "slice": _slice,
+    "dynamic_slice": _dynamic_slice,
+    "reshape": _reshape,
+}
+
+
+def _takes_all(eqn: Any, dim: int) -> bool:
+    """Whether a slice takes a dim in full."""
+    return eqn.invars[0].aval.shape[dim] == eqn.outvars[0].aval.shape[dim]
+
+
+def _cuts_placed(eqn: Any, placement: Placement) -> bool:
+    """Whether a slice shortens a dim that another mesh axis holds, which would not divide any more."""
+    return any(entry is not None and not _takes_all(eqn, i) for i, entry in enumerate(placement))
 
 
 def _put(values: Sequence[Any], i: int, value: Any) -> tuple[Any, ...]:
     return (*values[:i], value, *values[i + 1 :])
-
-
-def _reshaped_leading(old: tuple[int, ...], new: Sequence[int], dim: int) -> tuple[int, ...] | None:
-    """The new leading dims of a reshape that keeps `dim` and all later ones; None for any other reshape."""
-    k = len(new) - (len(old) - dim)
-    keeps = k >= 0 and tuple(new[k:]) == old[dim:] and math.prod(new[:k]) == math.prod(old[:dim])
-    return tuple(new[:k]) if keeps else None
-
-
-def scan_depths(jaxpr: Any, num_leaves: int) -> list[int]:
-    """For each of the first `num_leaves` inputs, how many leading dims scans and layer picks take off it.
-
-    Reads the truth that `guess_layer_dims` guesses. An input used both ways counts as a stack.
-    """
-    return _depths(jaxpr)[:num_leaves]
-
-
-def _depths(jaxpr: Any) -> list[int]:
-    depth: dict[Any, int] = {}
-    for eqn in reversed(jaxprs.equations(jaxpr)):  # from uses back to inputs
-        if jaxprs.is_scan(eqn):
-            parts = jaxprs.scan_parts(eqn)
-            first = parts.num_consts + parts.num_carry
-            found = [0] * first + [1 + d for d in _depths(parts.body)[first:]]
-        elif jaxprs.is_call(eqn) or jaxprs.is_checkpoint(eqn):
-            found = _depths(jaxprs.body(eqn))
-        else:
-            found = [_picked_depth(eqn, max((depth.get(v, 0) for v in eqn.outvars), default=0))]
-        for var, d in zip(eqn.invars, found, strict=False):
-            if not isinstance(var, jax.extend.core.Literal):
-                depth[var] = max(depth.get(var, 0), d)
-    return [depth.get(v, 0) for v in jaxprs.inputs(jaxpr)]
-
-
-def _picked_depth(eqn: Any, depth_of_result: int) -> int:
-    name = eqn.primitive.name
-    if name in ("slice", "dynamic_slice"):
-        old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-        one_layer = len(old) > 1 and old[0] > 1 and new[0] == 1 and old[1:] == new[1:]
-        return max(int(one_layer), depth_of_result)
-    if name == "unstack" and eqn.params["axis"] == 0:
-        return 1 + depth_of_result
-    if name == "convert_element_type":
-        return depth_of_result
-    if name == "reshape" and depth_of_result:
-        leading = _reshaped_leading(eqn.invars[0].aval.shape, eqn.params["new_sizes"], 1)
-        return int(leading is not None)
-    return 0

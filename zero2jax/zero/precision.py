@@ -1,7 +1,7 @@
-"""In which dtype a parameter rests, appears, and has its gradient reduced and accumulated.
+"""In which dtype a parameter is stored and computed with, and its gradient reduced and accumulated.
 
-Masters rest in fp32 (a wider dtype stays as it is); the loss sees the compute dtype. Frozen leaves rest and appear
-in the dtype they were given: hand over a frozen base model in bf16, batch statistics in fp32.
+Masters are stored in fp32 (a wider dtype stays as it is); the loss sees the compute dtype. Frozen leaves keep the dtype
+they were given, in the step too: hand over a frozen base model in bf16, batch statistics in fp32.
 Mixed precision as in Micikevicius et al., arXiv:1710.03740; ZeRO, arXiv:1910.02054, section 3.1.
 """
 
@@ -49,5 +49,5 @@ class Precision:
 
 
 def master_dtype(dtype: DTypeLike) -> Any:
-    """The dtype in which a trainable leaf rests: fp32, or wider if it came so."""
+    """The dtype in which a trainable leaf is stored: fp32, or wider if it came so."""
     return jnp.promote_types(dtype, jnp.float32)

@@ -18,7 +18,7 @@ class StepSettings:
 
     Attributes:
       stage: ZeRO stage, 0 to 3.
-      num_microbatches: K; each device's batch is cut into K equal slices.
+      num_microbatches: K; each device's batch is sliced into K equal parts.
       batch_size: examples of every batch over all devices; None takes it from the data.
       precision: dtypes.
       clip_norm: global norm that gradients are clipped to, or None.

@@ -1,19 +1,20 @@
-"""Which dim of each leaf is sharded, how it is padded, or why it stays whole. Pure arithmetic over shapes.
+"""Which dim of each leaf is sharded, how it is padded, or why it is replicated. Pure arithmetic over shapes.
 
-Made before anything is allocated, from `jax.ShapeDtypeStruct` trees, for any number of shards N. A leaf of shape
-(d0, ..., dk) that is sharded on dim i rests as (d0, ..., ceil(d_i / N) * N, ..., dk), each device holding
-1/N of it; the padding is cut off again inside the step, so nobody computes with it.
+In: trees of shapes, `jax.ShapeDtypeStruct`s, and any number of shards N. Out: a `LeafPlan` per leaf. Outside
+`shard_map`, before anything is allocated. A leaf of shape (d0, ..., dk) that is sharded on dim i is stored as
+(d0, ..., ceil(d_i / N) * N, ..., dk), each device holding 1/N of it; the padding is taken off again inside the step, so
+nobody computes with it.
 
 The rule: the dim that pads least, the first one on a tie (a gather along the leading dim of what a layer uses is
-contiguous), never a layer dim (gathering a whole stack of layers copies it whole), and never a dim that tensor
-parallelism holds. A leaf with fewer elements than shards stays whole on every device, and the plan says so.
+contiguous), never a layer dim (a stack of layers is not to be gathered at once), and never a dim that tensor
+parallelism holds. A leaf with fewer elements than shards is replicated, and the plan says so.
 
 ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, arXiv:1910.02054, section 5.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,27 +24,28 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero2jax.base.mesh import DATA_AXIS, AxisName, padded_size
-from zero2jax.base.pytrees import PyTree, check_same_structure, path_string
+from zero2jax.base.pytrees import PyTree, check_same_structure, path_names
+from zero2jax.base.tables import aligned
 
 Placement = tuple[Any, ...]  # one PartitionSpec entry per dim: None, an axis name or a tuple of axis names
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """Where one leaf rests: a leaf of the pytrees in a `ShardPlan`, hashable.
+    """How one leaf is stored: a leaf of the pytrees in a `ShardPlan`, hashable.
 
     Attributes:
-      path: name of the leaf, `"blocks/attn/kernel"`.
+      names: the names along the leaf's key path, `("blocks", "attn", "kernel")`: what it is known by.
       shape: true shape, without padding.
       dtype: dtype at rest.
       num_shards: N, the size of the axis that state is sharded over.
-      dim: sharded dim, or None for a leaf that is whole on every device.
-      reason: why it is whole; empty for a sharded leaf.
+      dim: sharded dim, or None for a leaf that is replicated.
+      reason: why it is replicated; empty for a sharded leaf.
       layer_dims: number of leading dims that a scan over layers takes off before the leaf is used.
       model_spec: PartitionSpec entries of the other mesh axes, one per dim (tensor parallelism).
     """
 
-    path: str
+    names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: Any
     num_shards: int
@@ -53,31 +55,31 @@ class LeafPlan:
     model_spec: Placement = ()
 
     @property
+    def path(self) -> str:
+        """The names as people read and write them: `"blocks/attn/kernel"`."""
+        return "/".join(self.names)
+
+    @property
     def rest_shape(self) -> tuple[int, ...]:
         """Global shape at rest, with padding."""
         if self.dim is None:
             return self.shape
         return tuple(
-            padded_size(d, self.num_shards) if i == self.dim else d for i, d in enumerate(self.shape)
+            padded_size(size, self.num_shards) if i == self.dim else size for i, size in enumerate(self.shape)
         )
 
     @property
     def rest_bytes(self) -> int:
         """Bytes at rest per device along the data axis (all model shards together), padding included."""
-        whole = math.prod(self.rest_shape) * int(self.dtype.itemsize)
-        return whole if self.dim is None else whole // self.num_shards
+        full_bytes = math.prod(self.rest_shape) * int(self.dtype.itemsize)
+        return full_bytes if self.dim is None else full_bytes // self.num_shards
 
     def num_model_shards(self, mesh: Mesh) -> int:
-        """Into how many parts the mesh axes of `model_spec` cut the leaf."""
+        """The number of parts that the leaf is sharded into over the mesh axes of `model_spec`."""
         return math.prod(mesh.shape[n] for entry in self.model_spec for n in _axis_names(entry))
 
-    @property
-    def padding_bytes(self) -> int:
-        """Bytes of padding in the global array."""
-        return (math.prod(self.rest_shape) - math.prod(self.shape)) * int(self.dtype.itemsize)
-
     def spec(self, axis_name: AxisName = DATA_AXIS) -> P:
-        """PartitionSpec over every axis of the mesh, true and rest shape alike."""
+        """PartitionSpec over every axis of the mesh, of the true shape and the one at rest alike."""
         entries = list(self.model_spec) or [None] * len(self.shape)
         if self.dim is not None:
             entries[self.dim] = axis_name
@@ -90,9 +92,9 @@ class LeafPlan:
 
 @dataclasses.dataclass(frozen=True)
 class ShardPlan:
-    """The plan of a whole pytree: its leaves' plans in the order of `jax.tree.leaves`, and its structure.
+    """The plan of a pytree: its leaves' plans in the order of `jax.tree.leaves`, and its structure.
 
-    `num_shards` is N, `axis_name` the mesh axis or axes of that size, `whole` why no leaf at all is sharded.
+    `num_shards` is N, `axis_name` the mesh axis or axes of that size, `whole` why all leaves are replicated (or empty).
     """
 
     leaves: tuple[LeafPlan, ...]
@@ -111,17 +113,20 @@ class ShardPlan:
         columns = [self.treedef.flatten_up_to(tree) for tree in trees]
         return self.treedef.unflatten([fun(*row) for row in zip(self.leaves, *columns, strict=True)])
 
+    def sharding(self, leaf: LeafPlan, mesh: Mesh) -> NamedSharding:
+        """The sharding of one of its leaves at rest."""
+        return NamedSharding(mesh, leaf.spec(self.axis_name))
+
     def shardings(self, mesh: Mesh) -> PyTree:
         """The sharding of each leaf at rest."""
-        return self.map(lambda leaf: NamedSharding(mesh, leaf.spec(self.axis_name)))
+        return self.map(lambda leaf: self.sharding(leaf, mesh))
 
     def rest_shapes(self, mesh: Mesh) -> PyTree:
         """`jax.ShapeDtypeStruct` of each leaf at rest: padded global shape, dtype and sharding."""
-        return self.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                leaf.rest_shape, leaf.dtype, sharding=NamedSharding(mesh, leaf.spec(self.axis_name))
-            )
+        shape = lambda leaf: jax.ShapeDtypeStruct(
+            leaf.rest_shape, leaf.dtype, sharding=self.sharding(leaf, mesh)
         )
+        return self.map(shape)
 
     def manual_specs(self) -> PyTree:
         """Per leaf, the PartitionSpec for a `shard_map` that is manual over the data axis."""
@@ -134,32 +139,27 @@ class ShardPlan:
 
     def table(self) -> str:
         """The plan as text: a line per leaf with shape, sharded dim, padding and bytes, or the reason."""
-        header = ("leaf", "shape", "dtype", "sharded dim", "padded to", "bytes/device", "why whole")
-        rows = [header]
+        rows = [("leaf", "shape", "dtype", "sharded dim", "padded to", "bytes/device", "why whole")]
         for leaf in self.leaves:
-            padded = leaf.rest_shape[leaf.dim] if leaf.dim is not None else None
+            dim = leaf.dim
             rows.append(
                 (
                     leaf.path or "(root)",
                     str(leaf.shape),
                     str(leaf.dtype),
-                    "-" if leaf.dim is None else str(leaf.dim),
-                    str(padded) if leaf.dim is not None and padded != leaf.shape[leaf.dim] else "-",
+                    "-" if dim is None else str(dim),
+                    "-" if dim is None or leaf.rest_shape == leaf.shape else str(leaf.rest_shape[dim]),
                     f"{leaf.rest_bytes:,}",
                     leaf.reason,
                 )
             )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
         total = (
             f"{len(self.leaves)} leaves over {self.num_shards} shards: {self.rest_bytes:,} bytes per device"
         )
         others = {name for leaf in self.leaves for entry in leaf.model_spec for name in _axis_names(entry)}
         if others:
-            total += f", before the leaves that also lie on {', '.join(sorted(others))} are cut over it"
-        return "\n".join([*lines, total])
+            total += f", before the leaves that also lie on {', '.join(sorted(others))} are sharded over it"
+        return "\n".join([*aligned(rows), total])
 
     __str__ = table
 
@@ -180,7 +180,7 @@ def make_shard_plan(
       num_shards: N, any positive number.
       layer_dims: number of leading layer dims per leaf, an int for all or a tree of ints; None means 0.
       param_specs: a PartitionSpec (or None) per leaf for the other mesh axes, as for `jax.jit`.
-      whole: if not empty, no leaf is sharded, and this is the reason given.
+      whole: if not empty, every leaf is replicated, and this is the reason given.
       axis_name: mesh axis of size N, or several axes of that size together.
 
     Example:
@@ -198,24 +198,20 @@ def make_shard_plan(
         named = jax.tree.map(lambda x: 0 if is_spec(x) else x, param_specs, is_leaf=is_spec)
         check_same_structure(shapes, named, "the parameters", "`param_specs`")
         specs = jax.tree.leaves(param_specs, is_leaf=is_spec)
+    plan = ShardPlan((), treedef, num_shards=num_shards, axis_name=axis_name, whole=whole)
     leaves = tuple(
-        _plan_leaf(path_string(path), x.shape, x.dtype, num_shards, int(d), spec, whole, axis_name)
+        _plan_leaf(plan, path_names(path), x, int(d), spec)
         for (path, x), d, spec in zip(flat, depth, specs, strict=True)
     )
-    return ShardPlan(leaves, treedef, num_shards, axis_name, whole)
+    return dataclasses.replace(plan, leaves=leaves)
 
 
 def _plan_leaf(
-    path: str,
-    shape: tuple[int, ...],
-    dtype: Any,
-    num_shards: int,
-    layer_dims: int,
-    spec: P | None,
-    whole: str,
-    axis_name: AxisName,
+    plan: ShardPlan, names: tuple[str, ...], array: Any, layer_dims: int, spec: P | None
 ) -> LeafPlan:
-    model_spec = _full_spec(path, shape, spec, axis_name)
+    """The plan of one leaf by the rule above; of `plan`, only what holds for all leaves is read."""
+    shape, dtype, num_shards = tuple(array.shape), array.dtype, plan.num_shards
+    model_spec = _full_spec("/".join(names), shape, spec, plan.axis_name)
     layer_dims = min(layer_dims, len(shape))
     free = [i for i in range(layer_dims, len(shape)) if model_spec[i] is None and shape[i] > 1]
     size = math.prod(shape)
@@ -223,8 +219,8 @@ def _plan_leaf(
         reason = "one shard"
     elif size == 0:
         reason = "no elements"
-    elif whole:
-        reason = whole
+    elif plan.whole:
+        reason = plan.whole
     elif not shape:
         reason = "scalar"
     elif jnp.issubdtype(dtype, jax.dtypes.extended):
@@ -238,7 +234,16 @@ def _plan_leaf(
     else:
         reason = ""
     dim = None if reason else min(free, key=lambda i: padded_size(shape[i], num_shards) / shape[i])
-    return LeafPlan(path, tuple(shape), _dtype(dtype), num_shards, dim, reason, layer_dims, model_spec)
+    return LeafPlan(
+        names=names,
+        shape=shape,
+        dtype=_dtype(dtype),
+        num_shards=num_shards,
+        dim=dim,
+        reason=reason,
+        layer_dims=layer_dims,
+        model_spec=model_spec,
+    )
 
 
 def _full_spec(path: str, shape: tuple[int, ...], spec: P | None, axis_name: AxisName) -> Placement:
@@ -260,82 +265,48 @@ def _full_spec(path: str, shape: tuple[int, ...], spec: P | None, axis_name: Axi
 def check_model_axes(plan: ShardPlan, mesh: Mesh, taken: Sequence[str] = ()) -> None:
     """Raise a ValueError for model specs that name an unknown or a `taken` axis, or a dim that does not divide."""
     for leaf in plan.leaves:
+        placing = f"placing {leaf.path!r} of shape {leaf.shape} by {P(*leaf.model_spec)}"
         for size, entry in zip(leaf.shape, leaf.model_spec, strict=True):
             names = _axis_names(entry)
             if not set(taken).isdisjoint(names):
                 raise ValueError(
-                    f"placing {leaf.path!r} of shape {leaf.shape} by {P(*leaf.model_spec)}: the axes {list(taken)} "
-                    f"hold different examples. Name only the other mesh axes (tensor parallelism) in param_specs."
+                    f"{placing}: the axes {list(taken)} hold different examples. Name only the other mesh axes "
+                    f"(tensor parallelism) in param_specs."
                 )
             unknown = [n for n in names if n not in mesh.shape]
             if unknown:
                 raise ValueError(
-                    f"placing {leaf.path!r} of shape {leaf.shape} by {P(*leaf.model_spec)}: the mesh has no axis "
-                    f"{unknown[0]!r}, only {dict(mesh.shape)}. Add it in make_mesh, or leave it out of param_specs."
+                    f"{placing}: the mesh has no axis {unknown[0]!r}, only {dict(mesh.shape)}. Add it in make_mesh, or "
+                    f"leave it out of param_specs."
                 )
             parts = math.prod(mesh.shape[n] for n in names)
             if size % parts:
                 raise ValueError(
-                    f"placing {leaf.path!r} of shape {leaf.shape} by {P(*leaf.model_spec)}: a dim of {size} does not "
-                    f"divide into {parts} parts. Choose another dim, or leave this leaf out of param_specs."
+                    f"{placing}: a dim of {size} does not divide into {parts} parts. Choose another dim, or leave this "
+                    f"leaf out of param_specs."
                 )
-
-
-def guess_layer_dims(shapes: PyTree) -> PyTree:
-    """The number of leading layer dims per leaf, guessed from the tree: 1 inside a stack, else 0.
-
-    A stack is the largest subtree of at least two leaves that all have two dims or more and the same leading
-    size, as `nn.scan`, `nnx.scan` and `jax.vmap(init)` make them. A wrong guess costs no correctness and no
-    memory: the leaf is only sharded on another dim. Where the batch is known, `layer_dims_of_loss` reads the truth.
-    """
-    flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
-    groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
-    keys = [tuple(str(k) for k in path) for path, _ in flat]
-    for key, (_, leaf) in zip(keys, flat, strict=True):
-        for depth in range(len(key) + 1):
-            groups.setdefault(key[:depth], []).append(leaf.shape)
-
-    def is_stack(members: list[tuple[int, ...]]) -> bool:
-        same = len({shape[:1] for shape in members}) == 1
-        return len(members) > 1 and same and all(len(shape) > 1 for shape in members)
-
-    stacks = {key for key, members in groups.items() if is_stack(members)}
-    return jax.tree.unflatten(
-        treedef, [int(any(key[:d] in stacks for d in range(len(key) + 1))) for key in keys]
-    )
 
 
 def plan_like(shapes: PyTree, params: ShardPlan) -> ShardPlan:
     """The plan of a tree that holds copies of the parameters among other things, such as an optimizer state.
 
-    Derived from each leaf's own shape: a leaf whose path ends in a parameter's path and has its shape rests as
-    that parameter does, so that elementwise work needs no communication; with another shape (a factored moment)
+    Derived from each leaf's own shape: a leaf whose path ends in a parameter's path and has its shape is stored
+    as that parameter is, so that elementwise work needs no communication; with another shape (a factored moment)
     it gets a plan of its own, keeping the parameter's layer dims. Works for any optax state.
     """
-    by_path = {leaf.path: leaf for leaf in params.leaves}
+    known = {leaf.names: leaf for leaf in params.leaves}
 
-    def plan_one(path: Any, x: Any) -> LeafPlan:
-        name = path_string(path)
-        param = _longest_suffix(name, by_path)
+    def plan_one(names: tuple[str, ...], x: Any) -> LeafPlan:
+        suffixes = [names[start:] for start in range(len(names) + 1)]
+        param = next((known[suffix] for suffix in suffixes if suffix in known), None)
         if param is not None and param.shape == tuple(x.shape):
-            return dataclasses.replace(param, path=name, dtype=_dtype(x.dtype))
+            return dataclasses.replace(param, names=names, dtype=_dtype(x.dtype))
         layer_dims = param.layer_dims if param is not None and len(x.shape) > param.layer_dims else 0
-        return _plan_leaf(
-            name, x.shape, x.dtype, params.num_shards, layer_dims, None, params.whole, params.axis_name
-        )
+        return _plan_leaf(params, names, x, layer_dims, None)
 
     flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
-    leaves = tuple(plan_one(path, x) for path, x in flat)
-    return ShardPlan(leaves, treedef, params.num_shards, params.axis_name, params.whole)
-
-
-def _longest_suffix(name: str, by_path: Mapping[str, LeafPlan]) -> LeafPlan | None:
-    parts = name.split("/")
-    for start in range(len(parts) + 1):
-        candidate = "/".join(parts[start:])
-        if candidate in by_path:
-            return by_path[candidate]
-    return None
+    leaves = tuple(plan_one(path_names(path), x) for path, x in flat)
+    return dataclasses.replace(params, leaves=leaves, treedef=treedef)
 
 
 def _dtype(dtype: Any) -> Any:

@@ -1,7 +1,8 @@
-"""The state between steps, where each leaf of it rests, and how it comes to rest there without a whole copy.
+"""The state between steps, how each leaf of it is stored, and how it gets there without a full copy.
 
-Per device and parameter, with Adam: 12/N bytes (fp32 master, two moments), nothing else. ZeRO, arXiv:1910.02054,
-section 5.1; the 16-bit parameters and the gradients of that formula exist only during a step.
+Global arrays, outside `shard_map`. A leaf at rest is sharded, and padded where it does not divide. Per device and
+parameter, with Adam: 12/N bytes (fp32 master, two moments), nothing else. ZeRO, arXiv:1910.02054, section 5.1; the
+16-bit parameters and the gradients of that formula exist only during a step.
 """
 
 import dataclasses
@@ -15,9 +16,9 @@ import optax
 from jax.sharding import Mesh
 
 from zero2jax.base.mesh import DataAxes, axis_size, replicated
-from zero2jax.base.pytrees import LeafPredicate, PyTree, path_string, select_leaves
-from zero2jax.base.transformation import refuse_multi_steps
-from zero2jax.zero import padding
+from zero2jax.base.pytrees import LeafPredicate, PyTree, check_same_structure, path_string, select_leaves
+from zero2jax.base.transformation import kept_numbers, refuse_multi_steps
+from zero2jax.zero.exchange import pad_to
 from zero2jax.zero.precision import master_dtype
 from zero2jax.zero.shard_plan import LeafPlan, ShardPlan, check_model_axes, make_shard_plan, plan_like
 
@@ -41,10 +42,10 @@ class TrainState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where the state rests, decided from the parameters' shapes.
+    """How the state is stored, decided from the parameters' shapes.
 
     Attributes:
-      params: shard plan of the parameters, at the dtypes they rest in.
+      params: shard plan of the parameters, at the dtypes they are stored in.
       opt_state: shard plan of the optimizer state.
       trainable: per parameter leaf, whether it is trained.
     """
@@ -59,13 +60,13 @@ class Layout:
 
     def abstract_state(self, mesh: Mesh) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
-        whole = replicated(mesh)
+        everywhere = replicated(mesh)
         key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         return TrainState(
-            step=jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),  # type: ignore[arg-type]
+            step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),  # type: ignore[arg-type]
             params=self.params.rest_shapes(mesh),
             opt_state=self.opt_state.rest_shapes(mesh),
-            rng=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole),  # type: ignore[arg-type]
+            rng=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere),  # type: ignore[arg-type]
         )
 
 
@@ -87,7 +88,7 @@ def make_layout(
       tx: optimizer; its state is planned from `tx.init`'s output shapes.
       mesh: device mesh.
       axes: the data axes of the mesh.
-      whole: reason why nothing is sharded, or empty.
+      whole: reason why every leaf is replicated, or empty.
       layer_dims: leading layer dims per leaf.
       trainable: tree of booleans or predicate; None means every leaf.
       param_specs: PartitionSpecs of the other axes.
@@ -98,7 +99,7 @@ def make_layout(
     flags = tuple(select_leaves(shapes, trainable, default=True, name="trainable"))
     _check_floating(shapes, flags)
     leaves, treedef = jax.tree.flatten(shapes)
-    rest = jax.tree.unflatten(
+    stored = jax.tree.unflatten(
         treedef,
         [
             jax.ShapeDtypeStruct(x.shape, master_dtype(x.dtype)) if t else x
@@ -106,7 +107,7 @@ def make_layout(
         ],
     )
     plan = make_shard_plan(
-        rest,
+        stored,
         axis_size(mesh, axes.rest),
         layer_dims=layer_dims,
         param_specs=param_specs,
@@ -114,9 +115,9 @@ def make_layout(
         axis_name=axes.rest,
     )
     check_model_axes(plan, mesh, axes.names)
-    opt_shapes = jax.eval_shape(tx.init, select(rest, flags))
+    opt_shapes = jax.eval_shape(tx.init, select(stored, flags))
     refuse_multi_steps(opt_shapes)
-    return Layout(plan, plan_like(opt_shapes, plan), flags)
+    return Layout(params=plan, opt_state=plan_like(opt_shapes, plan), trainable=flags)
 
 
 def select(params: PyTree, trainable: tuple[bool, ...]) -> PyTree:
@@ -152,30 +153,43 @@ def _check_floating(shapes: PyTree, trainable: tuple[bool, ...]) -> None:
         )
 
 
-def place_params(params: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
-    """Whole parameters -> padded shards, a leaf at a time and from host memory slice by slice."""
+def check_state(state: TrainState, layout: Layout) -> None:
+    """Raise an error if this is no state, or its parameters or optimizer state have another structure."""
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"reading the state: found {type(state).__name__}, expected the TrainState that engine.init or the step "
+            f"before returned. A step is state, metrics = engine.step(state, batch)."
+        )
+    check_same_structure(layout.params.tree, state.params, "the parameters", "`state.params`")
+    check_same_structure(layout.opt_state.tree, state.opt_state, "the optimizer state", "`state.opt_state`")
+    for plan, tree in ((layout.params, state.params), (layout.opt_state, state.opt_state)):
+        for leaf, x in zip(plan.leaves, jax.tree.leaves(tree), strict=True):
+            if (x.shape, x.dtype) != (leaf.rest_shape, leaf.dtype):
+                raise ValueError(
+                    f"reading the state: leaf {leaf.path!r} is {x.dtype}{list(x.shape)} and this engine keeps it as "
+                    f"{leaf.dtype}{list(leaf.rest_shape)}. The state belongs to an engine of other parameters or "
+                    f"another mesh or stage: take the one that this engine's init returned."
+                )
 
-    def one(leaf: LeafPlan, x: Any) -> jax.Array:
-        sharding = jax.sharding.NamedSharding(mesh, leaf.spec(plan.axis_name))
+
+def place_params(params: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
+    """Full parameters -> padded shards, a leaf at a time and from host memory slice by slice."""
+
+    def place(leaf: LeafPlan, x: Any) -> jax.Array:
+        sharding = plan.sharding(leaf, mesh)
         if isinstance(x, jax.Array) and not (x.is_fully_addressable and _is_numeric(x)):
-            single = jax.jit(lambda x: _padded(leaf, x.astype(leaf.dtype)), out_shardings=sharding)
+            single = jax.jit(lambda x: pad_to(x.astype(leaf.dtype), leaf.rest_shape), out_shardings=sharding)
             return single(x)
         host = np.asarray(x)
         return jax.make_array_from_callback(
             leaf.rest_shape, sharding, lambda index: _slice(leaf, host, index or ())
         )
 
-    return plan.map(one, params)
+    return plan.map(place, params)
 
 
 def _is_numeric(x: jax.Array) -> bool:
     return not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-
-
-def _padded(leaf: LeafPlan, x: jax.Array) -> jax.Array:
-    if leaf.rest_shape == leaf.shape:
-        return x
-    return jnp.pad(x, [(0, rest - true) for rest, true in zip(leaf.rest_shape, leaf.shape, strict=True)])
 
 
 def _slice(leaf: LeafPlan, host: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
@@ -188,11 +202,11 @@ def _slice(leaf: LeafPlan, host: np.ndarray, index: tuple[slice, ...]) -> np.nda
 
 
 def make_params(make: Callable[[], PyTree], plan: ShardPlan, mesh: Mesh) -> PyTree:
-    """Run a function that makes whole parameters so that each device makes its own shards."""
+    """Run a function that makes full parameters so that each device makes its own shards."""
 
     def build() -> PyTree:
         cast = lambda leaf, x: jnp.asarray(x).astype(leaf.dtype) if leaf.dtype != jnp.result_type(x) else x
-        return padding.pad(plan.map(cast, make()), plan, mesh)
+        return pad(plan.map(cast, make()), plan, mesh)
 
     return jax.jit(build, out_shardings=plan.shardings(mesh))()
 
@@ -201,7 +215,45 @@ def make_opt_state(tx: optax.GradientTransformation, params: PyTree, layout: Lay
     """The optimizer's initial state in its shards, from parameters in theirs."""
 
     def build(params: PyTree) -> PyTree:
-        opt_state = tx.init(layout.trained(padding.cut(params, layout.params, mesh)))
-        return padding.pad(opt_state, layout.opt_state, mesh)
+        opt_state = tx.init(layout.trained(unpad(params, layout.params, mesh)))
+        return pad(opt_state, layout.opt_state, mesh)
 
     return jax.jit(build, out_shardings=layout.opt_state.shardings(mesh))(params)
+
+
+def first_numbers(
+    tx: optax.GradientTransformation, state: TrainState, layout: Layout, mesh: Mesh
+) -> dict[str, jax.Array]:
+    """The numbers that the optimizer keeps as state (`optax.inject_hyperparams`) as its first state has them.
+
+    By their name in the train state, replicated global arrays. Under `jax.jit` no other part of that state is computed.
+    """
+    if not kept_numbers(state.opt_state):
+        return {}
+    init = lambda params: kept_numbers(tx.init(layout.trained(unpad(params, layout.params, mesh))))
+    numbers = jax.jit(init, out_shardings=replicated(mesh))(state.params)
+    return {f"opt_state/{name}": x for name, x in numbers.items()}
+
+
+def unpad(tree: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
+    """Leaves as they are stored -> leaves of true shape, sharded the same way, as the optimizer sees them.
+
+    Under `jax.jit`, like `pad`: the compiler accepts uneven shards inside a program, so elementwise work on a leaf that
+    does not divide still communicates nothing.
+    """
+
+    def unpadded(leaf: LeafPlan, x: jax.Array) -> jax.Array:
+        if leaf.rest_shape == leaf.shape:
+            return x
+        return _constrain(jax.lax.slice(x, [0] * x.ndim, leaf.shape), leaf, plan, mesh)
+
+    return plan.map(unpadded, tree)
+
+
+def pad(tree: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
+    """Leaves of true shape -> leaves as they are stored: padded with zeros, and in their place."""
+    return plan.map(lambda leaf, x: _constrain(pad_to(x, leaf.rest_shape), leaf, plan, mesh), tree)
+
+
+def _constrain(x: jax.Array, leaf: LeafPlan, plan: ShardPlan, mesh: Mesh) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, plan.sharding(leaf, mesh))

@@ -1,8 +1,10 @@
 """One training step as a pure function of global arrays, and the loss without an update. Not jitted here.
 
-Inside, `gradients` runs under a `shard_map` that is manual over the data axes. Its gradient shards leave as global
-arrays sharded over that axis, and the optimizer is plain optax on global arrays of true shape. So every optax
-transformation is right; for elementwise ones the compiler finds nothing to communicate but the scalar of a global
+In: the state at rest and a batch, global arrays sharded over the data axes. Out: the new state at rest, and metrics.
+
+`gradients` runs inside a `shard_map` that is manual over the data axes. Its gradient shards leave as global arrays
+sharded over the data axis, and what follows is plain optax, outside of it, on global arrays of true shape. So every
+optax transformation is right; for elementwise ones the compiler finds nothing to communicate but the scalar of a global
 norm, and for others it inserts what they need.
 """
 
@@ -17,20 +19,12 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from zero2jax.base import losses
-from zero2jax.base.losses import Loss, LossTerms, SliceKey
+from zero2jax.base.losses import Loss, LossTerms, SliceKey, WeightedSum
 from zero2jax.base.mesh import axis_size
-from zero2jax.base.pytrees import PyTree, check_same_structure, path_string
+from zero2jax.base.pytrees import PyTree, path_names
 from zero2jax.base.transformation import learning_rate
-from zero2jax.zero import padding
-from zero2jax.zero.gradients import (
-    GradientSettings,
-    layer_dims_of_loss,
-    local_gradients,
-    local_loss,
-    whole_params,
-)
-from zero2jax.zero.state import Layout, TrainState, merge
+from zero2jax.zero.gradients import Gradient, GradientSettings, full_params, local_gradients, local_loss
+from zero2jax.zero.state import Layout, TrainState, merge, pad, unpad
 
 Metrics = dict[str, Any]
 
@@ -43,7 +37,7 @@ class StepProgram:
       loss: from `losses.normalized`.
       tx: the optax transformation.
       mesh: device mesh.
-      layout: where the state rests.
+      layout: how the state is stored.
       settings: how gradients come about.
     """
 
@@ -57,35 +51,32 @@ class StepProgram:
         self, state: TrainState, batch: PyTree, extra_args: dict[str, Any]
     ) -> tuple[TrainState, Metrics]:
         """The state after one optimizer update, and the metrics; see `Engine.step`."""
+        settings, layout, mesh = self.settings.step, self.layout, self.mesh
         grads, totals = self.gradients(state, batch)
-        params = padding.cut(state.params, self.layout.params, self.mesh)
-        trained = self.layout.trained(params)
-        grads = self._averaged(grads, totals.weight, trained)
+        means = totals.mean()
+        params = unpad(state.params, layout.params, mesh)
+        old_opt_state = unpad(state.opt_state, layout.opt_state, mesh)
+        trained = layout.trained(params)
+        grads = self._averaged(grads, totals, trained)
         grad_norm = clipped_norm = optax.tree.norm(grads)
-        if self.settings.step.clip_norm is not None:
-            grads, _ = optax.clip_by_global_norm(self.settings.step.clip_norm).update(
-                grads, optax.EmptyState()
-            )
-            clipped_norm = jnp.minimum(grad_norm, self.settings.step.clip_norm)
-        old_opt_state = padding.cut(state.opt_state, self.layout.opt_state, self.mesh)
-        means = losses.mean(totals)
-        updates, opt_state = self.tx.update(
-            grads, old_opt_state, trained, **{"value": means.loss, **extra_args}
-        )
-        new_params = merge(optax.apply_updates(trained, updates), params, self.layout.trainable)
+        if settings.clip_norm is not None:
+            clip = optax.clip_by_global_norm(settings.clip_norm)
+            grads, _ = clip.update(grads, optax.EmptyState())
+            clipped_norm = jnp.minimum(grad_norm, settings.clip_norm)
+        extra_args = {"value": means.loss, **extra_args}
+        updates, opt_state = self.tx.update(grads, old_opt_state, trained, **extra_args)
+        new_params = merge(optax.apply_updates(trained, updates), params, layout.trainable)
         new_params = self._with_frozen(new_params, totals.frozen)
         applied = jnp.bool_(True)
-        if self.settings.step.skip_nonfinite:
+        if settings.skip_nonfinite:
             applied = jnp.isfinite(grad_norm)
-            new_params, opt_state = jax.tree.map(
-                lambda new, old: jnp.where(applied, new, old),
-                (new_params, opt_state),
-                (params, old_opt_state),
-            )
+            choose = lambda new, old: jnp.where(applied, new, old)
+            new_params = jax.tree.map(choose, new_params, params)
+            opt_state = jax.tree.map(choose, opt_state, old_opt_state)
         new_state = TrainState(
             step=state.step + 1,
-            params=padding.pad(new_params, self.layout.params, self.mesh),
-            opt_state=padding.pad(opt_state, self.layout.opt_state, self.mesh),
+            params=pad(new_params, layout.params, mesh),
+            opt_state=pad(opt_state, layout.opt_state, mesh),
             rng=state.rng,
         )
         metrics = {
@@ -99,60 +90,37 @@ class StepProgram:
         }
         return new_state, metrics
 
-    def gradients(self, state: TrainState, batch: PyTree) -> tuple[list[jax.Array], LossTerms]:
+    def gradients(self, state: TrainState, batch: PyTree) -> Gradient:
         """Sums over devices and microbatches: a padded, sharded gradient per trainable leaf, and the loss terms."""
         plan = self.layout.params
         specs = [leaf.manual_spec(plan.axis_name) for leaf, t in self._leaves() if t]
-
-        def local(params: PyTree, batch: PyTree, rng: SliceKey) -> tuple[list[jax.Array], LossTerms]:
-            return local_gradients(self.loss, self.settings, params, batch, rng)
-
-        return self.per_device(local, (specs, P()))(state.params, batch, self._step_key(state))
+        local = functools.partial(local_gradients, self.loss, self.settings)
+        return self._on_batch(local, (specs, P()))(state.params, batch, self._step_key(state))
 
     def evaluate(self, state: TrainState, batch: PyTree) -> LossTerms:
-        """The mean loss terms of a batch; parameters appear where they are used, no whole copy is made."""
+        """The mean loss terms of a batch; parameters are gathered where they are used, no full copy is made."""
+        local = functools.partial(local_loss, self.loss, self.settings)
+        totals: WeightedSum = self._on_batch(local, P())(state.params, batch, self._step_key(state))
+        return totals.mean()
 
-        def local(params: PyTree, batch: PyTree, rng: SliceKey) -> LossTerms:
-            return local_loss(self.loss, self.settings, params, batch, rng)
+    def full_params(self, params: PyTree) -> PyTree:
+        """Full parameters in the dtypes that they are stored in, replicated, gathered a layer at a time."""
+        local = functools.partial(full_params, self.settings)
+        return self._per_device(local, (self.layout.params.manual_specs(),), P())(params)
 
-        totals: LossTerms = self.per_device(local, P())(state.params, batch, self._step_key(state))
-        return losses.mean(totals)
+    def _on_batch(self, local: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+        """`local(params, batch, key)` per device."""
+        in_specs = (self.layout.params.manual_specs(), P(self.settings.axes.batch), P())
+        return self._per_device(local, in_specs, out_specs)
 
-    def whole_params(self, params: PyTree) -> PyTree:
-        """Whole parameters in the dtypes they rest in, on every device, gathered a layer at a time."""
-        plan = self.layout.params
-        settings = dataclasses.replace(self.settings, trainable=(False,) * len(plan.leaves))
-
-        gathered = jax.shard_map(
-            functools.partial(whole_params, settings),
-            mesh=self.mesh,
-            in_specs=(plan.manual_specs(),),
-            out_specs=P(),
-            axis_names=set(settings.axes.names),
-            check_vma=False,
-        )
-        return gathered(params)
-
-    def layer_dims(self, shapes: PyTree, batch: PyTree) -> PyTree:
-        """The leading layer dims per parameter, from the loss function's scans; allocates nothing."""
-        found: list[PyTree] = []
-
-        def local(params: PyTree, batch: PyTree, rng: SliceKey) -> None:
-            found.append(layer_dims_of_loss(self.loss, shapes, batch, rng))
-
-        state = self.layout.abstract_state(self.mesh)
-        jax.eval_shape(self.per_device(local, None), state.params, batch, self._step_key(state))
-        return found[0]
-
-    def per_device(self, local: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-        """`local(params, batch, rng)` under a `shard_map` that is manual over the data axes alone."""
-        axes = self.settings.axes
+    def _per_device(self, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`local` under a `shard_map` that is manual over the data axes alone."""
         return jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=(self.layout.params.manual_specs(), P(axes.batch), P()),
+            in_specs=in_specs,
             out_specs=out_specs,
-            axis_names=set(axes.names),
+            axis_names=set(self.settings.axes.names),
             # typed replication would sum the gradient of a replicated value by an all-reduce of its own
             check_vma=False,
         )
@@ -163,52 +131,29 @@ class StepProgram:
     def _step_key(self, state: TrainState) -> SliceKey:
         return SliceKey(state.rng, state.step, jnp.int32(0))
 
-    def _averaged(self, grads: list[jax.Array], weight: jax.Array, like: PyTree) -> PyTree:
+    def _averaged(self, grads: list[jax.Array], totals: WeightedSum, like: PyTree) -> PyTree:
         """Summed gradient shards -> the mean gradient at master dtypes and true shapes, as the optimizer sees it."""
         plan = self.layout.params
         trained = [leaf for leaf, t in self._leaves() if t]
         sub_plan = dataclasses.replace(plan, leaves=tuple(trained), treedef=jax.tree.structure(like))
-        grads = padding.cut(sub_plan.treedef.unflatten(grads), sub_plan, self.mesh)
-        scale = jnp.where(weight == 0, 0, 1 / weight)  # a batch without weight has no gradient
+        grads = unpad(sub_plan.treedef.unflatten(grads), sub_plan, self.mesh)
+        scale = totals.inverse_weight
         if self.settings.step.reduction == "sum":
             scale = scale * axis_size(self.mesh, self.settings.axes.batch)
         return jax.tree.map(lambda g, p: g.astype(p.dtype) * scale.astype(p.dtype), grads, like)
 
     def _with_frozen(self, params: PyTree, frozen: PyTree) -> PyTree:
         """Store the new values of frozen leaves that the loss function returned."""
-        if frozen is None:
-            return params
-        new = {path_string(path): x for path, x in jax.tree_util.tree_leaves_with_path(frozen)}
-        known = {leaf.path: leaf for leaf, t in self._leaves() if not t}
-        for path, x in new.items():
-            if path not in known or known[path].shape != x.shape:
-                rule = (
-                    f"shape {known[path].shape}"
-                    if path in known
-                    else f"one of the frozen leaves {sorted(known)[:8]}"
-                )
+        new = {path_names(path): x for path, x in jax.tree_util.tree_leaves_with_path(frozen)}
+        known = {leaf.names: leaf for leaf, t in self._leaves() if not t}
+        for names, x in new.items():
+            leaf = known.get(names)
+            if leaf is None or leaf.shape != x.shape:
+                paths = sorted(leaf.path for leaf in known.values())
+                rule = f"one of the frozen leaves {paths[:8]}" if leaf is None else f"shape {leaf.shape}"
                 raise ValueError(
-                    f"storing aux['frozen']: leaf {path!r} of shape {x.shape} does not fit, expected {rule}. Return "
-                    f"new values under the paths that the frozen leaves have in the parameters."
+                    f"storing aux['frozen']: leaf {'/'.join(names)!r} of shape {x.shape} does not fit, expected "
+                    f"{rule}. Return new values under the paths that the frozen leaves have in the parameters."
                 )
-        pick = lambda leaf, x: new[leaf.path].astype(leaf.dtype) if leaf.path in new else x
+        pick = lambda leaf, x: new[leaf.names].astype(leaf.dtype) if leaf.names in new else x
         return self.layout.params.map(pick, params)
-
-
-def check_state(state: TrainState, layout: Layout) -> None:
-    """Raise an error if this is no state, or its parameters or optimizer state have another structure."""
-    if not isinstance(state, TrainState):
-        raise TypeError(
-            f"reading the state: found {type(state).__name__}, expected the TrainState that engine.init or the step "
-            f"before returned. A step is state, metrics = engine.step(state, batch)."
-        )
-    check_same_structure(layout.params.tree, state.params, "the parameters", "`state.params`")
-    check_same_structure(layout.opt_state.tree, state.opt_state, "the optimizer state", "`state.opt_state`")
-    for plan, tree in ((layout.params, state.params), (layout.opt_state, state.opt_state)):
-        for leaf, x in zip(plan.leaves, jax.tree.leaves(tree), strict=True):
-            if (x.shape, x.dtype) != (leaf.rest_shape, leaf.dtype):
-                raise ValueError(
-                    f"reading the state: leaf {leaf.path!r} is {x.dtype}{list(x.shape)} and this engine keeps it as "
-                    f"{leaf.dtype}{list(leaf.rest_shape)}. The state belongs to an engine of other parameters or "
-                    f"another mesh or stage: take the one that this engine's init returned."
-                )
