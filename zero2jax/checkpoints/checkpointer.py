@@ -42,6 +42,7 @@ from zero2jax.checkpoints.matching import (
 from zero2jax.checkpoints.state_leaves import (
     HostBlock,
     StateLeaf,
+    first_numbers,
     host_blocks,
     manifest_info,
     optimizer_containers,
@@ -50,7 +51,7 @@ from zero2jax.checkpoints.state_leaves import (
     state_leaves,
 )
 from zero2jax.engine import Engine
-from zero2jax.zero.state import TrainState, check_state, first_numbers
+from zero2jax.zero.state import TrainState, check_state
 
 if TYPE_CHECKING:  # they import Orbax
     from zero2jax.checkpoints.orbax_handler import SaveState

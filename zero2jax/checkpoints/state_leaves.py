@@ -15,11 +15,14 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+from zero2jax.base.mesh import replicated
 from zero2jax.base.pytrees import path_string
+from zero2jax.base.transformation import kept_numbers
 from zero2jax.base.versions import installed_version
 from zero2jax.checkpoints.format import Box, Checkpoint, CheckpointError, SavedLeaf, cut_into_blocks, part_of
-from zero2jax.zero.state import Layout, TrainState
+from zero2jax.zero.state import Layout, TrainState, unpad
 
 _HOST_BYTES = 256 * 2**20  # of the shards of one leaf that wait on the host at a time
 
@@ -224,3 +227,17 @@ def _true_box(index: tuple[slice, ...], rest_shape: tuple[int, ...], shape: tupl
         start, stop, _ = (index[i] if i < len(index) else slice(None)).indices(rest)
         box.append((min(start, true), min(stop, true)))
     return tuple(box)
+
+
+def first_numbers(
+    tx: optax.GradientTransformation, state: TrainState, layout: Layout, mesh: jax.sharding.Mesh
+) -> dict[str, jax.Array]:
+    """The numbers that the optimizer keeps as state (`optax.inject_hyperparams`) as its first state has them.
+
+    By the name of the leaf, replicated. Under `jax.jit` no other part of the first state is computed.
+    """
+    if not kept_numbers(state.opt_state):
+        return {}
+    init = lambda params: kept_numbers(tx.init(layout.trained(unpad(params, layout.params, mesh))))
+    numbers = jax.jit(init, out_shardings=replicated(mesh))(state.params)
+    return {f"opt_state/{name}": x for name, x in numbers.items()}

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from zero2jax.base.mesh import DataAxes, axis_size, replicated
 from zero2jax.base.pytrees import LeafPredicate, PyTree, check_same_structure, path_string, select_leaves
-from zero2jax.base.transformation import kept_numbers, refuse_multi_steps
+from zero2jax.base.transformation import refuse_multi_steps
 from zero2jax.zero.exchange import pad_to
 from zero2jax.zero.precision import master_dtype
 from zero2jax.zero.shard_plan import LeafPlan, ShardPlan, check_model_axes, make_shard_plan, plan_like
@@ -219,20 +219,6 @@ def make_opt_state(tx: optax.GradientTransformation, params: PyTree, layout: Lay
         return pad(opt_state, layout.opt_state, mesh)
 
     return jax.jit(build, out_shardings=layout.opt_state.shardings(mesh))(params)
-
-
-def first_numbers(
-    tx: optax.GradientTransformation, state: TrainState, layout: Layout, mesh: Mesh
-) -> dict[str, jax.Array]:
-    """The numbers that the optimizer keeps as state (`optax.inject_hyperparams`) as its first state has them.
-
-    By their name in the train state, replicated global arrays. Under `jax.jit` no other part of that state is computed.
-    """
-    if not kept_numbers(state.opt_state):
-        return {}
-    init = lambda params: kept_numbers(tx.init(layout.trained(unpad(params, layout.params, mesh))))
-    numbers = jax.jit(init, out_shardings=replicated(mesh))(state.params)
-    return {f"opt_state/{name}": x for name, x in numbers.items()}
 
 
 def unpad(tree: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
