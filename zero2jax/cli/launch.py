@@ -15,7 +15,7 @@ from zero2jax.launching.hosts import Hosts, divide, run_on_hosts
 from zero2jax.launching.local import Launch, check_counts, find_platform, run_launch, say
 from zero2jax.launching.scripts import Job, jobset_manifest, mpi_command, slurm_script
 from zero2jax.processes.addresses import is_loopback
-from zero2jax.processes.cluster_env import RESTARTS
+from zero2jax.processes.launcher_variables import RESTARTS
 
 _PRINTED = {"slurm": slurm_script, "mpi": mpi_command, "k8s": jobset_manifest}
 

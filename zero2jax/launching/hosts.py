@@ -13,8 +13,14 @@ from pathlib import Path
 from zero2jax.launching.hostfile import forwarded_environment, ssh_command
 from zero2jax.launching.local import Launch, report_failure, say
 from zero2jax.launching.supervise import Command, run_together
-from zero2jax.processes.addresses import DEFAULT_PORT, is_loopback, join_address, parse_coordinator
-from zero2jax.processes.cluster_env import RESTARTS
+from zero2jax.processes.addresses import (
+    DEFAULT_PORT,
+    checked_port,
+    is_loopback,
+    join_address,
+    parse_coordinator,
+)
+from zero2jax.processes.launcher_variables import RESTARTS
 
 Hosts = Mapping[str, tuple[int, ...]]
 
@@ -102,7 +108,8 @@ def _coordinator(launch: Launch, hosts: Hosts) -> str:
             f"Write its real name in the hostfile, or give --coordinator."
         )
     # Another port for each restart: the last one may still be held.
-    return join_address(host, (port or DEFAULT_PORT) + launch.num_restarts)
+    port = (port or DEFAULT_PORT) + launch.num_restarts
+    return join_address(host, checked_port(port, f"--coordinator for restart {launch.num_restarts}"))
 
 
 def run_on_hosts(

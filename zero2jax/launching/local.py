@@ -16,7 +16,7 @@ from pathlib import Path
 
 from zero2jax.launching.supervise import Command, Outcome, run_together
 from zero2jax.processes.addresses import DEFAULT_PORT, grpc_proxy, parse_coordinator
-from zero2jax.processes.cluster_env import RESTARTS
+from zero2jax.processes.launcher_variables import RESTARTS
 
 # Variables by which jax.distributed would believe another launcher.
 _OTHER_LAUNCHERS = ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_LOCAL_DEVICE_IDS")

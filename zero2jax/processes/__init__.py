@@ -4,6 +4,7 @@ In reading order:
 
     start          `init_distributed`: from the environment to `jax.distributed`
     cluster_env    where a process learns of the others: the variables of launchers and schedulers
+    launcher_variables   their names, as tables
     addresses      the coordinator's address
     roll_call      before anything can hang: who is missing, and who runs other code
     agreement      questions between running processes: do all agree, do all have the same value

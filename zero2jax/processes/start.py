@@ -16,7 +16,8 @@ from types import TracebackType
 import jax
 
 from zero2jax.processes.addresses import is_loopback, split_address
-from zero2jax.processes.cluster_env import RESTARTS, Place, find_place
+from zero2jax.processes.cluster_env import Place, find_place
+from zero2jax.processes.launcher_variables import RESTARTS
 from zero2jax.processes.roll_call import Entry, call_roll, code_versions
 
 _logger = logging.getLogger(__name__)
@@ -49,9 +50,10 @@ def init_distributed(
 
     Call it before anything uses a device. Without arguments the environment tells (see `cluster_env`):
     `zero2jax launch`, torchrun, Open MPI, Slurm, MPICH, `MASTER_ADDR` with `WORLD_SIZE` and `RANK`, Kubernetes. Process
-    0 prints one line that says which. From then on an exception that nobody catches ends its process without waiting
-    for the others, so that the others learn of it; `sys.exit` with an error code still waits for them, up to JAX's five
-    minutes.
+    0 prints one line that says which. An incomplete set of variables is an error, never a single process.
+
+    From then on an exception that nobody catches ends its process without waiting for the others, so that the others
+    learn of it; `sys.exit` with an error code still waits for them, up to JAX's five minutes.
 
     Args:
       coordinator_address: "host:port" of process 0; with it go the next two.
@@ -63,8 +65,8 @@ def init_distributed(
       heartbeat_timeout_s: after so many seconds without a sign of life, a process counts as dead and all end.
 
     Raises:
-      ValueError: arguments or variables contradict each other or would make the start hang (a loopback address with
-        several hosts, an index that is not below the count, a proxy on the way to the coordinator).
+      ValueError: arguments or variables contradict each other, are incomplete, or would make the start hang (a loopback
+        address with several hosts, an index that is not below the count, a proxy on the way to the coordinator).
       StartError: processes did not arrive (named), have the same index, or run other code (named).
       RuntimeError: a device has been used before.
     """
@@ -74,6 +76,8 @@ def init_distributed(
     place = find_place(os.environ, coordinator_address, num_processes, process_id, ids)
     num_restarts = int(os.environ.get(RESTARTS, 0))
     if not place.distributed:
+        if place != Place(source="single process", distributed=False):
+            print(f"zero2jax: {place.source}", file=sys.stderr, flush=True)
         return Startup(place.source, 0, 1, num_restarts=num_restarts)
     if place.coordinator_address is not None and place.num_processes is not None:
         me = Entry(place.process_index, place.num_processes, code=code_versions())
