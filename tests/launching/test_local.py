@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import jax
 import pytest
@@ -63,6 +64,22 @@ def test_each_process_gets_its_place_and_its_devices():
     (_, last) = make_commands(other_host, {})
     names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")
     assert [last.environment[name] for name in names] == ["node1", "7", "4", "3", "1"]
+
+
+def test_the_processes_of_a_start_have_a_secret_of_their_own():
+    def tokens(launch, env=types.MappingProxyType({})):
+        return {command.environment.get("ZERO2JAX_TOKEN") for command in make_commands(launch, env)}
+
+    first, second = tokens(sh("", 3)), tokens(sh("", 3))
+    assert len(first) == len(second) == 1
+    assert first != second
+    assert len(*first) == 32
+    assert tokens(sh(""), {"ZERO2JAX_TOKEN": "ours"}) == {"ours"}
+    part = sh("", 1, total_processes=2, coordinator="node1")  # another launcher would make another one
+    assert tokens(part) == {None}
+    assert tokens(part, {"ZERO2JAX_TOKEN": "ours"}) == {"ours"}
+    for command in make_commands(sh("", 3), {"ZERO2JAX_TOKEN": "ours"}):
+        assert "ours" not in " ".join(command.arguments)
 
 
 @pytest.mark.parametrize(

@@ -41,13 +41,17 @@ if os.getppid() == int(sys.argv[1]):
 
 @dataclass(frozen=True)
 class Command:
-    """One command: its name in prefixes and messages, arguments, environment, and a file for its output."""
+    """One command: its name in prefixes and messages, arguments, environment, and a file for its output.
+
+    `keep_stdin` gives it a pipe whose end tells it to end, also when this process dies; `stdin` is written there first.
+    """
 
     name: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
     log: Path | None = None
-    keep_stdin: bool = False  # give it a pipe whose end tells it to end, also when this process dies
+    keep_stdin: bool = False
+    stdin: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,10 @@ class _Running:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it has ended
+                self.process.stdin.write(command.stdin)
+                self.process.stdin.flush()
         assert self.process.stdout is not None
         self.output = self.process.stdout
         os.set_blocking(self.output.fileno(), False)
