@@ -18,7 +18,9 @@ import jax
 from zero2jax.processes.addresses import is_loopback, split_address
 from zero2jax.processes.cluster_env import Place, find_place
 from zero2jax.processes.launcher_variables import RESTARTS
-from zero2jax.processes.roll_call import Entry, call_roll, code_versions
+from zero2jax.processes.progress import Progress
+from zero2jax.processes.roll_call import Entry, Roll, call_roll, code_versions
+from zero2jax.processes.signed_lines import job_token
 
 _logger = logging.getLogger(__name__)
 
@@ -79,10 +81,13 @@ def init_distributed(
         if place != Place(source="single process", distributed=False):
             print(f"zero2jax: {place.source}", file=sys.stderr, flush=True)
         return Startup(place.source, 0, 1, num_restarts=num_restarts)
+    roll: Roll | None = None
     if place.coordinator_address is not None and place.num_processes is not None:
         me = Entry(place.process_index, place.num_processes, code=code_versions())
-        call_roll(me, place.coordinator_address, initialization_timeout_s)
+        roll = call_roll(me, place.coordinator_address, initialization_timeout_s)
     _start(place, round(initialization_timeout_s), round(heartbeat_timeout_s))
+    if roll is not None and len(roll.entries) > 1:
+        Progress(roll, place.process_index, job_token()).start()
     if place.num_processes is None:  # only JAX knew
         place = replace(place, num_processes=jax.process_count())
     startup = Startup(

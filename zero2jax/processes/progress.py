@@ -1,0 +1,181 @@
+"""Which process keeps the others waiting: each says now and then where it stands, and process 0 names the one behind.
+
+A process that has left the training loop while others step on (one had fewer batches), or that hangs in its own code,
+stops all the others inside a collective. JAX says nothing for minutes, then ends all, and blames those that waited. So
+every process tells process 0 how many steps of an engine it has begun, at which line of the user's code it stands, and
+whether its program has ended, over the connections of the roll call. When all stand still for `STILL_S` and not at the
+same point, process 0 says who is behind. It ends nobody: a process may have work of its own.
+
+Steps come from `jax.monitoring`, to which the engine reports each as `STEP_EVENT`.
+"""
+
+import atexit
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+
+from zero2jax.processes.roll_call import Entry, Roll
+from zero2jax.processes.signed_lines import MAX_LINE_BYTES, read_line, signed_line
+
+STEP_EVENT = "/zero2jax/step"
+STILL_S = 30.0  # how long all must stand still
+_EVERY_S = 2.0
+WAITING = "zero2jax: waiting for process"  # how the line begins; the launcher says it again at the end
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(threading.__file__).parent))
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a process stands: steps begun, whether its program has ended, and the line of its code that runs."""
+
+    steps: int = 0
+    ended: bool = False
+    at: str = ""
+
+    def __str__(self) -> str:
+        where = f" at {self.at}" if self.at else ""
+        steps = f"{self.steps} step{'' if self.steps == 1 else 's'}"
+        return (
+            f"has ended its program after {steps}" if self.ended else f"has begun {steps} and stands{where}"
+        )
+
+
+@dataclass
+class Board:
+    """The standings of all processes, by index, and when each last moved."""
+
+    entries: Sequence[Entry]
+    standings: dict[int, Standing] = field(default_factory=dict)
+    moved: dict[int, float] = field(default_factory=dict)
+    said: Any = None
+
+    def put(self, index: int, standing: Standing, now: float) -> None:
+        """Note where a process stands."""
+        before = self.standings.get(index)
+        if before is None or (before.steps, before.ended) != (standing.steps, standing.ended):
+            self.moved[index] = now
+        self.standings[index] = standing
+
+    def behind(self, now: float) -> list[int]:
+        """Those that the others wait for, if all have stood still: ended before the others, or with fewer steps."""
+        everyone = range(len(self.entries))
+        if any(now - self.moved.get(i, now) < STILL_S for i in everyone):
+            return []
+        ended = [i for i in everyone if self.standings[i].ended]
+        if ended:
+            return ended if len(ended) < len(everyone) else []
+        most = max(self.standings[i].steps for i in everyone)
+        return [i for i in everyone if self.standings[i].steps < most]
+
+    def news(self, now: float) -> str:
+        """One line on who keeps the others waiting, once for each such state; else ""."""
+        behind = self.behind(now)
+        state = [(x.steps, x.ended) for _, x in sorted(self.standings.items())]
+        if not behind or state == self.said:
+            return ""
+        self.said = state
+        others = [i for i in range(len(self.entries)) if i not in behind]
+        return (
+            f"{WAITING} {', '.join(map(str, behind))}, for {STILL_S:g} s: {self._describe(behind)}; "
+            f"{self._describe(others)}. In a step all processes wait for each other: give all of them the same number "
+            f"of batches. JAX ends processes that wait at their end after five minutes."
+        )
+
+    def _describe(self, indices: Sequence[int]) -> str:
+        more = f"; and {len(indices) - 4} more" if len(indices) > 4 else ""
+        return "; ".join(f"{self.entries[i]} {self.standings[i]}" for i in indices[:4]) + more
+
+
+class Progress:
+    """This process's part: it counts its steps, and tells process 0, or listens to the others if it is process 0."""
+
+    def __init__(self, roll: Roll, me: int, token: str):
+        self.roll, self.me, self.token = roll, me, token
+        self.steps, self.ended = 0, False
+        self.main = threading.main_thread().ident
+
+    def start(self) -> None:
+        """Begin, in a thread that ends with the process."""
+        jax.monitoring.register_event_listener(self._count)
+        atexit.register(self._end)  # before JAX's own handler, which waits for all
+        run = self._listen if self.me == 0 else self._tell
+        threading.Thread(target=run, name="zero2jax progress", daemon=True).start()
+
+    def _count(self, event: str, **_: Any) -> None:
+        self.steps += event == STEP_EVENT
+
+    def _end(self) -> None:
+        self.ended = True
+
+    def _here(self) -> Standing:
+        frame = None if self.ended else sys._current_frames().get(self.main or 0)
+        return Standing(self.steps, self.ended, user_line(frame))
+
+    def _tell(self) -> None:
+        connection = self.roll.connections[0]
+        connection.settimeout(_EVERY_S)
+        try:
+            while True:
+                connection.sendall(signed_line(asdict(self._here()), self.token))
+                time.sleep(_EVERY_S)
+        except OSError:
+            pass  # process 0 is gone, and JAX ends this one
+
+    def _listen(self) -> None:
+        board = Board(self.roll.entries)
+        texts = {connection: bytearray() for connection in self.roll.connections.values()}
+        with selectors.DefaultSelector() as selector:
+            for index, connection in self.roll.connections.items():
+                connection.setblocking(False)
+                selector.register(connection, selectors.EVENT_READ, index)
+            while selector.get_map():
+                now = time.monotonic()
+                board.put(0, self._here(), now)
+                for key, _ in selector.select(_EVERY_S):
+                    assert isinstance(key.fileobj, socket.socket)
+                    text = texts[key.fileobj]
+                    if not _read(key.fileobj, text):
+                        selector.unregister(key.fileobj)  # gone; JAX and the launcher say so
+                    *lines, rest = bytes(text).split(b"\n")
+                    text[:] = rest
+                    for line in lines[-1:]:
+                        if (standing := _standing(*read_line(line, self.token))) is not None:
+                            board.put(key.data, standing, now)
+                if news := board.news(now):
+                    print(news, file=sys.stderr, flush=True)
+                time.sleep(_EVERY_S / 4)
+
+
+def _read(connection: socket.socket, text: bytearray) -> bool:
+    try:
+        data = connection.recv(MAX_LINE_BYTES)
+    except OSError:
+        return False
+    text += data
+    return bool(data) and len(text) <= 2 * MAX_LINE_BYTES
+
+
+def _standing(message: Mapping[str, Any] | None, authentic: bool) -> Standing | None:
+    try:
+        return Standing(**message) if message is not None and authentic else None
+    except TypeError:
+        return None
+
+
+def user_line(frame: FrameType | None) -> str:
+    """file:line of the innermost frame that is neither of a library nor of Python."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(("<", *_LIBRARIES)) and "-packages" not in name:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
