@@ -236,8 +236,16 @@ def report_failure(what: str, outcome: Outcome) -> None:
     name = outcome.failed[0]
     for line in outcome.last_lines:
         print(f"  {name} | {line}", file=sys.stderr)
+    if outcome.num_hidden:
+        say(
+            f"{outcome.num_hidden} lines of the errors that followed in the others are not shown (--logs keeps all)."
+        )
+    if outcome.waited_for:
+        say(f"before that: {outcome.waited_for}")
     others = f" (also: {', '.join(outcome.failed[1:])})" if outcome.failed[1:] else ""
-    say(f"{what} {name} failed first ({outcome.reason}){others}; its last lines are above. All were ended.")
+    said = "its last lines are above" if outcome.last_lines else "it had printed nothing"
+    killed = " SIGKILL comes from outside, as when memory runs out." if outcome.reason == "SIGKILL" else ""
+    say(f"{what} {name} failed first ({outcome.reason}){others}; {said}.{killed} All were ended.")
 
 
 def say(text: str) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from zero2jax.processes.preemption import PREEMPTED_EXIT_CODE
+from zero2jax.processes.progress import WAITING
 
 NUM_LAST_LINES = 30
 _TICK_S = 0.1
@@ -29,6 +30,12 @@ _FAILURE_GRACE_S = 3.0
 _DRAIN_S = 1.0  # for what a command has left in its pipe, where a descendant may go on writing
 _MAX_LINE_BYTES = 1 << 20  # longer lines are passed on in parts
 _LINE = re.compile(rb"([^\r\n]*)(\r\n|\r|\n)")  # progress bars end their lines by \r
+# Of gloo, whenever processes meet.
+_NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks")
+# How the errors begin of a process that waited for one that is gone: Python's, absl's, glibc's.
+_ERRORS = re.compile(
+    rb"Traceback \(most recent|[EF]\d{4} \d\d:\d\d:|\*\*\* |terminate called|Fatal Python error"
+)
 # Asks the kernel for SIGKILL when the parent dies (PR_SET_PDEATHSIG, 1), and becomes the command. A program of its own
 # and no `preexec_fn`: that one forks Python, which must not be done beside JAX's threads.
 _DIE_WITH_PARENT = """
@@ -60,7 +67,9 @@ class Outcome:
 
     `signal` is the signal that this process was sent, if any. The code is then 128 more, or the one that all those
     running ended with, if that is an error code: programs that save on request say so by it. `preempted` is whether
-    some ended with `PREEMPTED_EXIT_CODE` unasked; that is no failure.
+    some ended with `PREEMPTED_EXIT_CODE` unasked; that is no failure. `waited_for` is the last line in which the
+    processes said whom they wait for; `num_hidden` counts lines not shown, errors of those that had waited for the
+    cause: a file of a command has all of its lines.
     """
 
     code: int
@@ -69,6 +78,8 @@ class Outcome:
     last_lines: tuple[str, ...] = ()
     signal: int | None = None
     preempted: bool = False
+    waited_for: str = ""
+    num_hidden: int = 0
 
 
 def run_together(
@@ -135,6 +146,9 @@ class _Running:
         self.last_lines: collections.deque[bytes] = collections.deque(maxlen=NUM_LAST_LINES)
         self.unfinished, self.after_return = b"", False
         self.told = False
+        self.waited_for = b""
+        self.quiet = False  # another one has failed, and what this one says of that is hidden
+        self.num_hidden, self.hides = 0, False
         self.log: IO[bytes] | None = None
         if command.log is not None:
             command.log.parent.mkdir(parents=True, exist_ok=True)
@@ -177,6 +191,14 @@ class _Running:
         return bool(data)
 
     def pass_on(self, line: bytes, *, keep: bool = True) -> None:
+        if _NOISE.match(line):
+            return
+        if WAITING.encode() in line[:60]:  # another launcher's prefix may stand before
+            self.waited_for = line
+        self.hides = self.hides or (self.quiet and _ERRORS.match(line) is not None)
+        if self.hides:
+            self.num_hidden += 1
+            return
         if keep:
             self.last_lines.append(line)
         self.write(self.prefix + line + b"\n")
@@ -224,6 +246,7 @@ class _Group:
     def __init__(self, commands: Sequence[Command], write: Callable[[bytes], None]):
         self.commands, self.write = commands, write
         self.running: list[_Running] = []
+        self.started: list[_Running] = []
         self.failed: list[_Running] = []
         self.preempted: list[_Running] = []
         self.signal: int | None = None
@@ -242,6 +265,7 @@ class _Group:
             prefix = f"[{command.name:>{width}}] ".encode()
             started = _Running(command, prefix, self.write)
             self.running.append(started)
+            self.started.append(started)
             if self.signal is not None and not started.told:
                 started.send(self.signal)
             self.selector.register(started.output, selectors.EVENT_READ, started)
@@ -280,7 +304,9 @@ class _Group:
         """Pass on output, and sort out who has ended."""
         if not self.selector.get_map():
             time.sleep(_TICK_S)
-        for key, _ in self.selector.select(_TICK_S):
+        ready = [key.fileobj for key, _ in self.selector.select(_TICK_S)]
+        self.sort_out_ended()  # first, so that it is known who has failed when the others speak of it
+        for key in [key for key in self.selector.get_map().values() if key.fileobj in ready]:
             if key.data is None:
                 if not os.read(sys.stdin.fileno(), 4096):
                     self.selector.unregister(key.fileobj)
@@ -290,6 +316,8 @@ class _Group:
         if time.monotonic() >= self.kill_at:
             for running in self.running:
                 running.send(signal.SIGKILL)
+
+    def sort_out_ended(self) -> None:
         ended = [running for running in self.running if running.process.poll() is not None]
         for running in sorted(ended, key=_cause_first):
             self.running.remove(running)
@@ -307,6 +335,9 @@ class _Group:
             self.end_at = min(self.end_at, time.monotonic() + self.grace_s)
         elif not self.preempted:  # else it could not go on without the one that has ended
             self.failed.append(running)
+            if code != -signal.SIGABRT:  # that one may have waited itself
+                for other in self.running:
+                    other.quiet = True
 
     def finish(self, running: _Running) -> None:
         running.send(signal.SIGKILL)  # descendants that it left behind
@@ -349,4 +380,8 @@ class _Group:
             failed=tuple(running.command.name for running in self.failed),
             reason=how,
             last_lines=tuple(line.decode(errors="replace") for line in cause.last_lines),
+            waited_for=next(
+                (x.waited_for.decode(errors="replace") for x in self.started if x.waited_for), ""
+            ),
+            num_hidden=sum(running.num_hidden for running in self.started),
         )
