@@ -37,6 +37,7 @@ from zero2jax.processes.signed_lines import (
 _MAX_ANSWER_BYTES = 1 << 26  # the list of all processes
 _MAX_UNNAMED = 128  # connections that have not said yet who they are
 _LINE_S = 10.0  # what each of them may take to
+_LAST_LOOK_S = 0.2
 _MAX_REFUSALS = 20  # of which process 0 speaks
 _RETRY_S = 0.1
 _ANSWER_S = 10.0  # what process 0 may take to answer after its own time is up
@@ -63,8 +64,8 @@ class Entry:
         """Whether the fields are of their types: JSON from elsewhere may hold anything."""
         numbers = (self.process_index, self.num_processes, self.pid)
         return (
-            all(type(x) is int for x in numbers)
-            and 0 <= self.process_index < self.num_processes
+            all(type(x) is int and 0 <= x < 1 << 63 for x in numbers)
+            and self.process_index < self.num_processes
             and isinstance(self.host, str)
             and len(self.host) < 256
             and self.host.isprintable()
@@ -156,8 +157,9 @@ class _Caller:
                     if time.monotonic() >= deadline:
                         raise StartError(self._missing())
                     self._serve(listener, deadline)
-                # Who has spoken by now may have an index twice.
-                while self._serve(listener, 0.0) and time.monotonic() < deadline:
+                # Who has spoken by now may have an index twice; strangers may never cease.
+                last = min(deadline, time.monotonic() + _LAST_LOOK_S)
+                while self._serve(listener, 0.0) and time.monotonic() < last:
                     pass
                 entries = [self.entries[i] for i in range(self.me.num_processes)]
                 _check_code(entries)
@@ -227,9 +229,8 @@ class _Caller:
             return  # dropped since
         text = self.unnamed[connection].text
         text += data
-        line, end, _ = bytes(text).partition(b"\n")
-        if end:
-            self._name(connection, line)
+        if b"\n" in data:
+            self._name(connection, bytes(text).partition(b"\n")[0])
         elif not data or len(text) >= MAX_LINE_BYTES:
             self._drop(connection)
 
@@ -251,7 +252,9 @@ class _Caller:
 
     def _refuse(self, connection: socket.socket, entry: Entry) -> None:
         problem = (
-            "it has another token" if self.token else f"it has a token ({TOKEN}), and process 0 has none"
+            "it has another token, or none"
+            if self.token
+            else f"it has a token ({TOKEN}), and process 0 has none"
         )
         said = (
             f"{entry} is refused at {self.address}: {problem}, so it is of another job. Give all processes of a job "

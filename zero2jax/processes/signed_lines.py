@@ -50,11 +50,11 @@ def receive_line(connection: socket.socket, deadline: float, max_bytes: int) -> 
     Raises:
       OSError: the connection breaks, or `deadline` (of `time.monotonic`) passes.
     """
-    data = bytearray()
-    while b"\n" not in data:
-        connection.settimeout(max(0.01, deadline - time.monotonic()))
+    data, received = bytearray(), b""
+    while b"\n" not in received:
         if time.monotonic() >= deadline:
             raise TimeoutError("timed out")
+        connection.settimeout(max(0.01, deadline - time.monotonic()))
         received = connection.recv(65536)
         data += received
         if not received or len(data) > max_bytes:
