@@ -250,7 +250,8 @@ class Engine:
           ValueError: the batch cannot be cut up; the state has another structure; the loss is not a scalar;
             at the first step, processes were given different loss functions or optimizers (named).
         """
-        jax.monitoring.record_event(STEP_EVENT)  # processes compare how many steps they have begun
+        # Processes compare how many steps they have begun.
+        jax.monitoring.record_event(STEP_EVENT, num_devices=self.mesh.devices.size)
         check_state(state, self.layout)
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         placed = place_batch(batch, self.mesh, self.axes.batch)

@@ -110,8 +110,9 @@ class Progress:
         run = self._listen if self.me == 0 else self._tell
         threading.Thread(target=run, name="zero2jax progress", daemon=True).start()
 
-    def _count(self, event: str, **_: Any) -> None:
-        self.steps += event == STEP_EVENT
+    def _count(self, event: str, **details: Any) -> None:
+        # A mesh of a process's own devices is its own affair.
+        self.steps += event == STEP_EVENT and details["num_devices"] > jax.local_device_count()
 
     def _end(self) -> None:
         self.ended = True
@@ -123,12 +124,14 @@ class Progress:
     def _tell(self) -> None:
         connection = self.roll.connections[0]
         connection.settimeout(_EVERY_S)
-        try:
-            while True:
+        while True:
+            try:
                 connection.sendall(signed_line(asdict(self._here()), self.token))
-                time.sleep(_EVERY_S)
-        except OSError:
-            pass  # process 0 is gone, and JAX ends this one
+            except TimeoutError:
+                pass  # process 0 does not listen now; a part of a line is no line of ours
+            except OSError:
+                return  # it is gone, and JAX ends this process
+            time.sleep(_EVERY_S)
 
     def _listen(self) -> None:
         board = Board(self.roll.entries)
@@ -137,14 +140,14 @@ class Progress:
             for index, connection in self.roll.connections.items():
                 connection.setblocking(False)
                 selector.register(connection, selectors.EVENT_READ, index)
-            while selector.get_map():
+            while True:
                 now = time.monotonic()
                 board.put(0, self._here(), now)
                 for key, _ in selector.select(_EVERY_S):
                     assert isinstance(key.fileobj, socket.socket)
                     text = texts[key.fileobj]
                     if not _read(key.fileobj, text):
-                        selector.unregister(key.fileobj)  # gone; JAX and the launcher say so
+                        return  # gone; JAX and the launcher say so
                     *lines, rest = bytes(text).split(b"\n")
                     text[:] = rest
                     for line in lines[-1:]:
