@@ -28,8 +28,10 @@ def board(*standings):
         ((Standing(4), Standing(3, ended=True)), [1]),  # fewer batches
         ((Standing(4), Standing(3), Standing(4)), [1]),  # hangs in its own code
         ((Standing(0), Standing(0, ended=True)), [1]),  # without an engine
-        ((Standing(6), Standing(6, ended=True)), [1]),
+        ((Standing(6), Standing(6, ended=True)), [0]),  # has work after the last step
+        ((Standing(6), Standing(5), Standing(6, ended=True)), [1]),
         ((Standing(6, ended=True), Standing(6, ended=True)), []),  # the end of all
+        ((Standing(6, ended=True), Standing(5, ended=True)), []),
         ((Standing(4), Standing(4)), []),  # a checkpoint, a compilation
     ],
 )

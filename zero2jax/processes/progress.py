@@ -66,15 +66,20 @@ class Board:
         self.standings[index] = standing
 
     def behind(self, now: float) -> list[int]:
-        """Those that the others wait for, if all have stood still: ended before the others, or with fewer steps."""
+        """Those that the others wait for, once all have stood still: the fewest steps, or a program that goes on alone.
+
+        Without steps it is taken to be those that have ended, of which the others may want an answer.
+        """
         everyone = range(len(self.entries))
         if any(now - self.moved.get(i, now) < STILL_S for i in everyone):
             return []
-        ended = [i for i in everyone if self.standings[i].ended]
-        if ended:
-            return ended if len(ended) < len(everyone) else []
         most = max(self.standings[i].steps for i in everyone)
-        return [i for i in everyone if self.standings[i].steps < most]
+        fewer = [i for i in everyone if self.standings[i].steps < most]
+        ended = [i for i in everyone if self.standings[i].ended]
+        going = [i for i in everyone if i not in ended]
+        if fewer or not ended or not going:
+            return fewer if going else []
+        return going if most else ended
 
     def news(self, now: float) -> str:
         """One line on who keeps the others waiting, once for each such state; else ""."""
@@ -87,7 +92,7 @@ class Board:
         return (
             f"{WAITING} {', '.join(map(str, behind))}, for {STILL_S:g} s: {self._describe(behind)}; "
             f"{self._describe(others)}. In a step all processes wait for each other: give all of them the same number "
-            f"of batches. JAX ends processes that wait at their end after five minutes."
+            f"of batches. At their end they wait for each other, too, and JAX ends all after five minutes of that."
         )
 
     def _describe(self, indices: Sequence[int]) -> str:
