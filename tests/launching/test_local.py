@@ -207,6 +207,8 @@ def test_one_that_jax_ended_is_not_the_cause():
 SURVIVES = """
 import os, signal, sys, time
 print("[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1", flush=True)
+print("[Gloo] Rank [Gloo] Rank 3 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\\n"
+      "2 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3", flush=True)
 print("step 1", flush=True)
 if os.environ["RANK"] == "1":
     time.sleep(0.3)
@@ -245,6 +247,21 @@ def test_who_was_waited_for_is_said_again_at_the_end(capfd):
     waiting = "zero2jax: waiting for process 1, for 30 s: ..."
     run(sh(f'if [ $RANK = 0 ]; then echo "{waiting}"; sleep 0.3; exit 3; fi; sleep 60 & wait'))
     assert f"before that: {waiting}\n" in capfd.readouterr().err
+
+
+def test_it_is_said_that_some_go_on_after_one_has_ended(capfd, monkeypatch):
+    monkeypatch.setattr("zero2jax.launching.supervise._ALONE_S", 0.4)
+    assert run(sh("if [ $RANK != 1 ]; then sleep 1; fi", 3))[0] == 0
+    error = capfd.readouterr().err
+    assert (
+        error.count(
+            "zero2jax launch: 1 ended 0.4 s ago, without an error, and of the others still run: 0, 2."
+        )
+        == 1
+    )
+    run(sh("if [ $RANK = 1 ]; then sleep 0.2; fi", 2))
+    run(sh("if [ $RANK = 1 ]; then sleep 0.8; exit 75; fi; sleep 1; exit 75", 2))
+    assert capfd.readouterr().err == ""
 
 
 def test_those_that_ignore_the_end_are_killed():

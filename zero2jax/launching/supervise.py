@@ -27,11 +27,14 @@ _TICK_S = 0.1
 # For processes that wait for one that is gone: they have nothing left to save. JAX catches SIGTERM as a notice of
 # preemption, so most of them need the SIGKILL that follows.
 _FAILURE_GRACE_S = 3.0
+_ALONE_S = 30.0  # after so long without one that has ended, say that others go on
 _DRAIN_S = 1.0  # for what a command has left in its pipe, where a descendant may go on writing
 _MAX_LINE_BYTES = 1 << 20  # longer lines are passed on in parts
 _LINE = re.compile(rb"([^\r\n]*)(\r\n|\r|\n)")  # progress bars end their lines by \r
 # Of gloo, whenever processes meet.
-_NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks")
+_NOISE = re.compile(
+    rb"\[Gloo\] Rank |.* is connected to \d+ peer ranks. Expected number of connected peer ranks"
+)
 # How the errors begin of a process that waited for one that is gone: Python's, absl's, glibc's.
 _ERRORS = re.compile(
     rb"Traceback \(most recent|[EF]\d{4} \d\d:\d\d:|\*\*\* |terminate called|Fatal Python error"
@@ -116,6 +119,7 @@ def run_together(
                 group.tick()
                 group.end_all_after_failure()
                 group.end_all_after_preemption()
+                group.say_who_goes_on()
         finally:
             group.kill()
     return group.outcome()
@@ -254,6 +258,7 @@ class _Group:
         self.end_at = float("inf")
         self.kill_at = float("inf")
         self.ending = False
+        self.first_done: tuple[str, float] | None = None  # who ended without an error, and when
         self.grace_s = 0.0
         self.selector = selectors.DefaultSelector()
 
@@ -329,7 +334,7 @@ class _Group:
         if self.signal is not None:
             self.codes.add(code)
         elif code == 0 or self.ending:
-            pass
+            self.first_done = self.first_done or (running.command.name, time.monotonic())
         elif code == PREEMPTED_EXIT_CODE:
             self.preempted.append(running)
             self.end_at = min(self.end_at, time.monotonic() + self.grace_s)
@@ -356,6 +361,19 @@ class _Group:
     def end_all_after_preemption(self) -> None:
         if time.monotonic() >= self.end_at and not self.ending:
             self.end(signal.SIGTERM, self.grace_s)
+
+    def say_who_goes_on(self) -> None:
+        """Say once that some go on long after one has ended: they may wait for it where JAX does not see it."""
+        if self.first_done is None or self.ending or time.monotonic() < self.first_done[1] + _ALONE_S:
+            return
+        names = ", ".join(running.command.name for running in self.running[:20])
+        print(
+            f"zero2jax launch: {self.first_done[0]} ended {_ALONE_S:g} s ago, without an error, and of the others "
+            f"still run: {names}. If they wait for it in a step, they never end: Ctrl-C ends them.",
+            file=sys.stderr,
+            flush=True,
+        )
+        self.first_done = (self.first_done[0], float("inf"))
 
     def kill(self) -> None:
         for running in self.running:

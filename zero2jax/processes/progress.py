@@ -1,7 +1,7 @@
 """Which process keeps the others waiting: each says now and then where it stands, and process 0 names the one behind.
 
 A process that has left the training loop while others step on (one had fewer batches), or that hangs in its own code,
-stops all the others inside a collective. JAX says nothing for minutes, then ends all, and blames those that waited. So
+stops all the others inside a collective. JAX says nothing for minutes, or for ever, and blames those that waited. So
 every process tells process 0 how many steps of an engine it has begun, at which line of the user's code it stands, and
 whether its program has ended, over the connections of the roll call. When all stand still for `STILL_S` and not at the
 same point, process 0 says who is behind. It ends nobody: a process may have work of its own.
@@ -66,20 +66,26 @@ class Board:
         self.standings[index] = standing
 
     def behind(self, now: float) -> list[int]:
-        """Those that the others wait for, once all have stood still: the fewest steps, or a program that goes on alone.
+        """Those that the others wait for: the fewest steps, or a program that goes on alone.
 
-        Without steps it is taken to be those that have ended, of which the others may want an answer.
+        Known once all have ended, else once all have stood still. Without steps it is taken to be those that have
+        ended, of which the others may want an answer.
         """
         everyone = range(len(self.entries))
-        if any(now - self.moved.get(i, now) < STILL_S for i in everyone):
+        if not self.all_ended and any(now - self.moved.get(i, now) < STILL_S for i in everyone):
             return []
         most = max(self.standings[i].steps for i in everyone)
         fewer = [i for i in everyone if self.standings[i].steps < most]
         ended = [i for i in everyone if self.standings[i].ended]
         going = [i for i in everyone if i not in ended]
-        if fewer or not ended or not going:
-            return fewer if going else []
+        if fewer or not (ended and going):
+            return fewer  # also where all have ended: their last steps may still run
         return going if most else ended
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether every program has."""
+        return len(self.standings) == len(self.entries) and all(x.ended for x in self.standings.values())
 
     def news(self, now: float) -> str:
         """One line on who keeps the others waiting, once for each such state; else ""."""
@@ -89,10 +95,16 @@ class Board:
             return ""
         self.said = state
         others = [i for i in range(len(self.entries)) if i not in behind]
+        if self.all_ended:
+            since, rule = "", "The steps that only some have begun never end"
+        else:
+            since, rule = (
+                f", for {STILL_S:g} s",
+                "In a step, and at their end, all processes wait for each other",
+            )
         return (
-            f"{WAITING} {', '.join(map(str, behind))}, for {STILL_S:g} s: {self._describe(behind)}; "
-            f"{self._describe(others)}. In a step all processes wait for each other: give all of them the same number "
-            f"of batches. At their end they wait for each other, too, and JAX ends all after five minutes of that."
+            f"{WAITING} {', '.join(map(str, behind))}{since}: {self._describe(behind)}; "
+            f"{self._describe(others)}. {rule}: give all of them the same number of batches."
         )
 
     def _describe(self, indices: Sequence[int]) -> str:
@@ -106,6 +118,7 @@ class Progress:
     def __init__(self, roll: Roll, me: int, token: str):
         self.roll, self.me, self.token = roll, me, token
         self.steps, self.ended = 0, False
+        self.told_all, self.sending = threading.Event(), threading.Lock()
         self.main = threading.main_thread().ident
 
     def start(self) -> None:
@@ -120,25 +133,41 @@ class Progress:
         self.steps += event == STEP_EVENT and details["num_devices"] > jax.local_device_count()
 
     def _end(self) -> None:
+        """Say so before JAX's own handler lets all go as soon as all are there, even with steps that still run."""
         self.ended = True
+        if self.me == 0:
+            self.told_all.wait(STILL_S + _EVERY_S)
+        else:
+            self._send()
 
     def _here(self) -> Standing:
         frame = None if self.ended else sys._current_frames().get(self.main or 0)
         return Standing(self.steps, self.ended, user_line(frame))
 
     def _tell(self) -> None:
-        connection = self.roll.connections[0]
-        connection.settimeout(_EVERY_S)
-        while True:
-            try:
-                connection.sendall(signed_line(asdict(self._here()), self.token))
-            except TimeoutError:
-                pass  # process 0 does not listen now; a part of a line is no line of ours
-            except OSError:
-                return  # it is gone, and JAX ends this process
+        while self._send():
             time.sleep(_EVERY_S)
 
+    def _send(self) -> bool:
+        """Tell process 0 where this one stands; False if it is gone, and JAX ends this process."""
+        with self.sending:
+            try:
+                self.roll.connections[0].settimeout(_EVERY_S)
+                self.roll.connections[0].sendall(signed_line(asdict(self._here()), self.token))
+            except TimeoutError:
+                return True  # it does not listen now; a part of a line is no line of ours
+            except OSError:
+                return False
+        return True
+
     def _listen(self) -> None:
+        try:
+            self._watch()
+        finally:
+            self.told_all.set()
+
+    def _watch(self) -> None:
+        """Note what the others say, until all have ended or one is gone; JAX and the launcher speak of that."""
         board = Board(self.roll.entries)
         texts = {connection: bytearray() for connection in self.roll.connections.values()}
         with selectors.DefaultSelector() as selector:
@@ -146,30 +175,35 @@ class Progress:
                 connection.setblocking(False)
                 selector.register(connection, selectors.EVENT_READ, index)
             while True:
-                now = time.monotonic()
-                board.put(0, self._here(), now)
-                for key, _ in selector.select(_EVERY_S):
+                board.put(0, self._here(), time.monotonic())
+                for key, _ in selector.select(_EVERY_S / 4):
                     assert isinstance(key.fileobj, socket.socket)
-                    text = texts[key.fileobj]
-                    if not _read(key.fileobj, text):
-                        return  # gone; JAX and the launcher say so
-                    *lines, rest = bytes(text).split(b"\n")
-                    text[:] = rest
+                    lines = _read_lines(key.fileobj, texts[key.fileobj])
+                    if lines is None:
+                        return
                     for line in lines[-1:]:
                         if (standing := _standing(*read_line(line, self.token))) is not None:
-                            board.put(key.data, standing, now)
-                if news := board.news(now):
+                            board.put(key.data, standing, time.monotonic())
+                if news := board.news(time.monotonic()):
                     print(news, file=sys.stderr, flush=True)
-                time.sleep(_EVERY_S / 4)
+                if board.all_ended:
+                    return
+                if not self.ended:
+                    time.sleep(_EVERY_S / 4)
 
 
-def _read(connection: socket.socket, text: bytearray) -> bool:
+def _read_lines(connection: socket.socket, text: bytearray) -> list[bytes] | None:
+    """The lines that are complete by what has arrived now; None if the connection has ended."""
     try:
         data = connection.recv(MAX_LINE_BYTES)
     except OSError:
-        return False
+        return None
     text += data
-    return bool(data) and len(text) <= 2 * MAX_LINE_BYTES
+    if not data or len(text) > 2 * MAX_LINE_BYTES:
+        return None
+    *lines, rest = bytes(text).split(b"\n")
+    text[:] = rest
+    return lines
 
 
 def _standing(message: Mapping[str, Any] | None, authentic: bool) -> Standing | None:

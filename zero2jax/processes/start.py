@@ -88,6 +88,7 @@ def init_distributed(
     _start(place, round(initialization_timeout_s), round(heartbeat_timeout_s))
     if roll is not None and len(roll.entries) > 1:
         Progress(roll, place.process_index, job_token()).start()
+    _end_on_error()
     if place.num_processes is None:  # only JAX knew
         place = replace(place, num_processes=jax.process_count())
     startup = Startup(
@@ -117,7 +118,6 @@ def _start(place: Place, initialization_timeout_s: int, heartbeat_timeout_s: int
         heartbeat_timeout_seconds=heartbeat_timeout_s,
         coordinator_bind_address=address if local else None,
     )
-    _end_on_error()
 
 
 def _end_on_error() -> None:
@@ -139,7 +139,9 @@ def _end_on_error() -> None:
             os._exit(codes[-1])
 
     sys.excepthook = hook
-    atexit.register(end)  # after JAX's own handler was, so it runs before that one
+    atexit.register(
+        end
+    )  # after those of JAX and `progress`, which wait for the others, so it runs before them
 
 
 def _again(num_processes: int | None, process_id: int | None) -> Startup:
