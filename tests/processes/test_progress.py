@@ -54,10 +54,7 @@ def test_what_is_said_names_host_steps_and_line_and_is_said_once():
         "program after 3 steps; process 0 (host host0, pid 0) has begun 4 steps and stands at train.py:7."
         in said
     )
-    assert (
-        "In a step, and at their end, all processes wait for each other: give all of them the same number"
-        in said
-    )
+    assert "In a step, and at their end, all wait for each other: give all of them the same number" in said
     assert found.news(2 * STILL_S) == ""
     found.put(0, Standing(5), 2 * STILL_S)
     assert found.news(2 * STILL_S + MOMENT) == ""

@@ -56,7 +56,7 @@ class Board:
     entries: Sequence[Entry]
     standings: dict[int, Standing] = field(default_factory=dict)
     moved: dict[int, float] = field(default_factory=dict)
-    said: Any = None
+    said: list[tuple[int, bool]] | None = None
 
     def put(self, index: int, standing: Standing, now: float) -> None:
         """Note where a process stands."""
@@ -95,13 +95,9 @@ class Board:
             return ""
         self.said = state
         others = [i for i in range(len(self.entries)) if i not in behind]
+        since, rule = f", for {STILL_S:g} s", "In a step, and at their end, all wait for each other"
         if self.all_ended:
             since, rule = "", "The steps that only some have begun never end"
-        else:
-            since, rule = (
-                f", for {STILL_S:g} s",
-                "In a step, and at their end, all processes wait for each other",
-            )
         return (
             f"{WAITING} {', '.join(map(str, behind))}{since}: {self._describe(behind)}; "
             f"{self._describe(others)}. {rule}: give all of them the same number of batches."

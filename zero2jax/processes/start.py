@@ -55,7 +55,8 @@ def init_distributed(
     0 prints one line that says which. An incomplete set of variables is an error, never a single process.
 
     From then on an exception that nobody catches ends its process without waiting for the others, so that the others
-    learn of it; `sys.exit` with an error code still waits for them, up to JAX's five minutes.
+    learn of it; `sys.exit` with an error code still waits for them, up to JAX's five minutes. Process 0 says which
+    process the others wait for (see `progress`).
 
     Args:
       coordinator_address: "host:port" of process 0; with it go the next two.
