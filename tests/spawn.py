@@ -15,8 +15,9 @@ TIMEOUT_S = 240  # of one run; an order of magnitude above what any takes on two
 
 def environment(**variables):
     """This environment without a launcher's variables, with the package and the tests to import."""
-    known = ("JAX_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "XLA_FLAGS", "ZERO2JAX_", "CUDA_VISIBLE_DEVICES")
-    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+    launchers = ("FLUX_", "JSM_", "MASTER_", "MV2_", "OMPI_", "PALS_", "PMI_", "PMIX_", "SLURM_", "ZERO2JAX_")
+    known = (*launchers, "JAX_", "XLA_FLAGS", "CUDA_VISIBLE_DEVICES")
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NNODES", "NODE_RANK"}
     kept = {k: v for k, v in os.environ.items() if not k.startswith(known) and k not in names}
     path = os.pathsep.join([str(TESTS.parent), str(TESTS), kept.get("PYTHONPATH", "")])
     return {**kept, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **variables}

@@ -23,6 +23,7 @@ from zero2jax.base.mesh import DATA_AXIS, DataAxes, axis_size, data_axes, make_m
 from zero2jax.base.pytrees import LeafPredicate, PyTree, is_function, shapes_of
 from zero2jax.base.transformation import checked_transformation
 from zero2jax.processes.agreement import expect_same_start, expect_same_step, spans_processes
+from zero2jax.processes.progress import STEP_EVENT
 from zero2jax.programs.memory import MemoryReport, measure_memory
 from zero2jax.zero.gradients import GradientSettings
 from zero2jax.zero.layer_dims import guess_layer_dims, layer_dims_of_loss
@@ -295,6 +296,8 @@ class Engine:
           ValueError: the batch does not divide; the state has another structure; the loss is not a scalar;
             at the first step, processes were given different loss functions or optimizers (named).
         """
+        # Processes compare how many steps they have begun.
+        jax.monitoring.record_event(STEP_EVENT, num_devices=self.mesh.devices.size)
         check_state(state, self.layout)
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         placed = place_batch(batch, self.mesh, self.axes.batch)

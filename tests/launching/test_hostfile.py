@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 from spawn import environment
@@ -129,6 +130,9 @@ HOST=$3 exec sh -c "$4"
 """
 PROGRAM = """
 import os, sys, time
+token = os.environ["ZERO2JAX_TOKEN"]
+assert len(token) == 32
+open(f"token{os.environ['RANK']}", "w").write(token)
 print(os.environ["HOST"], *(os.environ[n] for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")), flush=True)
 if "fail" in sys.argv and os.environ["HOST"] == "b" and os.environ["ZERO2JAX_RESTARTS"] == "0":
     time.sleep(0.3)
@@ -163,6 +167,16 @@ def test_processes_of_all_hosts_are_one_program():
         "[b] [1] b 1 3 a 29500\n",
         "[b] [2] b 2 3 a 29500\n",
     ]
+    assert len({Path(f"token{i}").read_text() for i in range(3)}) == 1
+
+
+def test_the_secret_is_on_no_command_line(tmp_path):
+    first, second = commands({"a": (0,), "b": (0,)}, folder=tmp_path)
+    assert first.stdin == second.stdin
+    assert re.fullmatch(rb"[0-9a-f]{32}\n", first.stdin)
+    for command in (first, second):
+        assert first.stdin.decode().strip() not in " ".join(command.arguments)
+        assert "read -r ZERO2JAX_TOKEN" in command.arguments[-1]
 
 
 @pytest.mark.usefixtures("fake_ssh")

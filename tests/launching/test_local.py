@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import jax
 import pytest
@@ -63,6 +64,22 @@ def test_each_process_gets_its_place_and_its_devices():
     (_, last) = make_commands(other_host, {})
     names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")
     assert [last.environment[name] for name in names] == ["node1", "7", "4", "3", "1"]
+
+
+def test_the_processes_of_a_start_have_a_secret_of_their_own():
+    def tokens(launch, env=types.MappingProxyType({})):
+        return {command.environment.get("ZERO2JAX_TOKEN") for command in make_commands(launch, env)}
+
+    first, second = tokens(sh("", 3)), tokens(sh("", 3))
+    assert len(first) == len(second) == 1
+    assert first != second
+    assert len(*first) == 32
+    assert tokens(sh(""), {"ZERO2JAX_TOKEN": "ours"}) == {"ours"}
+    part = sh("", 1, total_processes=2, coordinator="node1")  # another launcher would make another one
+    assert tokens(part) == {None}
+    assert tokens(part, {"ZERO2JAX_TOKEN": "ours"}) == {"ours"}
+    for command in make_commands(sh("", 3), {"ZERO2JAX_TOKEN": "ours"}):
+        assert "ours" not in " ".join(command.arguments)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +201,67 @@ def test_one_that_jax_ended_is_not_the_cause():
     assert outcome.code in (3, 128 + signal.SIGABRT)
     if len(outcome.failed) == 2:
         assert outcome.failed == ("1", "0")
+
+
+# Process 1 is killed; process 0 speaks of it as gloo and JAX do, and goes on.
+SURVIVES = """
+import os, signal, sys, time
+print("[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1", flush=True)
+print("[Gloo] Rank [Gloo] Rank 3 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\\n"
+      "2 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3", flush=True)
+print("step 1", flush=True)
+if os.environ["RANK"] == "1":
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.signal(signal.SIGTERM, lambda *_: (print("told to end", flush=True), error()))
+def error():
+    print("Traceback (most recent call last):\\n  File x\\n\\nValueError: UNKNOWN: Gloo failed\\nmore", flush=True)
+    sys.exit(1)
+time.sleep(60)
+"""
+
+
+def test_the_cause_is_not_buried_by_those_that_had_waited(tmp_path, capfd):
+    program = (sys.executable, str(write_program(tmp_path, SURVIVES)))
+    code, lines = run(Launch(program, 2, logs=tmp_path))
+    assert code == 128 + signal.SIGKILL
+    assert sorted(lines) == ["[0] step 1\n", "[0] told to end\n", "[1] step 1\n"]
+    said = capfd.readouterr().err.splitlines()
+    assert said[0] == "  1 | step 1"
+    assert "5 lines of the errors that followed in the others are not shown (--logs keeps all)" in said[1]
+    assert "process 1 failed first (SIGKILL); its last lines are above. SIGKILL comes from outside" in said[2]
+    log = (tmp_path / "process0.log").read_text()
+    assert "[Gloo] Rank 0" in log
+    assert "ValueError: UNKNOWN: Gloo failed" in log
+
+
+def test_errors_are_shown_before_a_failure_and_after_an_abort(capfd):
+    text = 'echo "Traceback (most recent call last):"; sleep 0.3; kill -ABRT $$'
+    other = "trap 'echo \"Traceback (most recent\"; exit 1' TERM; sleep 5 & wait"
+    _, lines = run(sh(f"if [ $RANK = 1 ]; then {text}; fi; {other}"))
+    assert sorted(line[:15] for line in lines) == ["[0] Traceback (", "[1] Traceback ("]
+    assert "not shown" not in capfd.readouterr().err
+
+
+def test_who_was_waited_for_is_said_again_at_the_end(capfd):
+    waiting = "zero2jax: waiting for process 1, for 30 s: ..."
+    run(sh(f'if [ $RANK = 0 ]; then echo "{waiting}"; sleep 0.3; exit 3; fi; sleep 60 & wait'))
+    assert f"before that: {waiting}\n" in capfd.readouterr().err
+
+
+def test_it_is_said_that_some_go_on_after_one_has_ended(capfd, monkeypatch):
+    monkeypatch.setattr("zero2jax.launching.supervise._ALONE_S", 0.4)
+    assert run(sh("if [ $RANK != 1 ]; then sleep 1; fi", 3))[0] == 0
+    error = capfd.readouterr().err
+    assert (
+        error.count(
+            "zero2jax launch: 1 ended 0.4 s ago, without an error, and of the others still run: 0, 2."
+        )
+        == 1
+    )
+    run(sh("if [ $RANK = 1 ]; then sleep 0.2; fi", 2))
+    run(sh("if [ $RANK = 1 ]; then sleep 0.8; exit 75; fi; sleep 1; exit 75", 2))
+    assert capfd.readouterr().err == ""
 
 
 def test_those_that_ignore_the_end_are_killed():

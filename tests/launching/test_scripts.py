@@ -24,7 +24,8 @@ done
 OMPI_COMM_WORLD_LOCAL_RANK=3 exec "$@"
 """,
     "python": '#!/bin/sh\nprintf "word %s\\n" "$@"\n'
-    'echo "found $MASTER_ADDR $MASTER_PORT $JAX_LOCAL_DEVICE_IDS $JAX_PLATFORMS $JAX_NUM_CPU_DEVICES"\n',
+    'echo "found $MASTER_ADDR $MASTER_PORT $JAX_LOCAL_DEVICE_IDS $JAX_PLATFORMS $JAX_NUM_CPU_DEVICES"\n'
+    'echo "token $ZERO2JAX_TOKEN"\n',
 }
 
 
@@ -51,6 +52,31 @@ def run(tmp_path):
         return found
 
     return run_script
+
+
+def test_each_run_of_a_script_makes_a_secret_of_its_own(run):
+    for script in (slurm_script(JOB), mpi_command(JOB)):
+        tokens = [run(script)["token"] for _ in range(2)]
+        assert all(len(token[0]) == 32 for token in tokens)
+        assert tokens[0] != tokens[1]
+    (container,) = yaml.safe_load(jobset_manifest(JOB))["spec"]["replicatedJobs"][0]["template"]["spec"][
+        "template"
+    ]["spec"]["containers"]
+    (secret,) = (
+        row["valueFrom"]["secretKeyRef"] for row in container["env"] if row["name"] == "ZERO2JAX_TOKEN"
+    )
+    assert secret == {"name": "train-it-token", "key": "token", "optional": True}
+
+
+def test_mpirun_gets_the_coordinator_without_its_user_and_with_its_port(tmp_path, capsys):
+    (tmp_path / "hosts").write_text("me@alpha slots=2\n")
+    options = ["launch", "--print", "mpi", "--hostfile", str(tmp_path / "hosts")]
+    assert main([*options, "t.py"]) == 0
+    assert "-x MASTER_ADDR=alpha -x MASTER_PORT=29500 " in capsys.readouterr().out
+    assert main([*options, "--coordinator", "beta:77", "t.py"]) == 0
+    assert "-x MASTER_ADDR=beta -x MASTER_PORT=77 " in capsys.readouterr().out
+    assert main([*options, "--coordinator", "beta:70000", "t.py"]) == 2
+    assert "reading the coordinator 'beta:70000'" in capsys.readouterr().err
 
 
 def test_slurm_gets_one_task_per_process(run):

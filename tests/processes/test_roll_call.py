@@ -1,28 +1,35 @@
 """The roll call: who is missing, wrong, or runs other code, said by name to all who arrived."""
 
+import contextlib
 import dataclasses
-import json
 import pkgutil
+import random
 import shutil
 import socket
 import threading
 import time
+import types
 from pathlib import Path
+
+import pytest
 
 import zero2jax
 from zero2jax.launching.local import free_port
 from zero2jax.processes import roll_call
 from zero2jax.processes.roll_call import Entry, StartError, call_roll
+from zero2jax.processes.signed_lines import signed_line
 
 
-def roll(*entries, timeout_s=5.0, address=None):
+def roll(*entries, timeout_s=5.0, address=None, token="secret", tokens=types.MappingProxyType({})):
     """What each of the given entries gets of the roll call: a list of entries, or the message of its error."""
     address = address or f"127.0.0.1:{free_port()}"
-    found = {}
+    found, answers = {}, []
 
     def one(i, entry):
         try:
-            found[i] = call_roll(entry, address, timeout_s)
+            answer = call_roll(entry, address, timeout_s, tokens.get(i, token))
+            found[i] = answer.entries
+            answers.append(answer)
         except StartError as error:
             found[i] = str(error)
 
@@ -31,13 +38,17 @@ def roll(*entries, timeout_s=5.0, address=None):
         thread.start()
     for thread in threads:
         thread.join(60)
+    for answer in answers:
+        answer.close()
     return [found[i] for i in range(len(entries))]
 
 
 def test_all_processes_get_the_list_of_all():
     entries = [Entry(i, 3, host=f"host{i}", code={"jax": "1"}) for i in range(3)]
     assert roll(*entries) == [entries, entries, entries]
-    assert call_roll(Entry(0, 1), f"127.0.0.1:{free_port()}", 1) == [Entry(0, 1)]  # alone: asks nobody
+    assert call_roll(Entry(0, 1), f"127.0.0.1:{free_port()}", 1).entries == [
+        Entry(0, 1)
+    ]  # alone: asks nobody
 
 
 def test_who_is_missing_is_named_to_all_who_arrived():
@@ -79,14 +90,13 @@ def test_other_code_is_refused_by_name():
 
 def test_one_that_goes_away_again_is_named():
     address = ("127.0.0.1", free_port())
+    line = signed_line(dataclasses.asdict(Entry(2, 3, host="gone")), "secret")
 
     def come_and_go():
         while True:
             try:
                 with socket.create_connection(address) as connection:
-                    connection.sendall(
-                        json.dumps(dataclasses.asdict(Entry(2, 3, host="gone"))).encode() + b"\n"
-                    )
+                    connection.sendall(line)
                 return
             except ConnectionRefusedError:
                 time.sleep(0.05)
@@ -153,3 +163,141 @@ def test_a_change_of_any_module_shows_in_the_roll_call(tmp_path):
         path.write_text(text)
     (copy / "zero" / "step.py").rename(copy / "zero" / "steps.py")
     assert roll_call.sources_digest(copy) != unchanged
+
+
+def test_two_processes_of_one_index_are_never_both_accepted():
+    for _ in range(8):
+        _, *twins = roll(Entry(0, 2), Entry(1, 2, host="b"), Entry(1, 2, host="c"), timeout_s=0.5)
+        accepted = [answer for answer in twins if isinstance(answer, list)]
+        refused = [answer for answer in twins if isinstance(answer, str)]
+        assert len(accepted) <= 1
+        for text in refused:
+            assert (
+                "same index" in text or "has the index of" in text or "no other process has index 1" in text
+            )
+
+
+def test_a_list_without_this_process_is_refused():
+    rows = [dataclasses.asdict(Entry(0, 2)), dataclasses.asdict(Entry(1, 2, host="b"))]
+    with pytest.raises(StartError, match=r"process 1 \(host b, .* has the index of process 1 \(host c"):
+        roll_call._entries_with(Entry(1, 2, host="c"), rows)
+
+
+def test_a_second_process_0_is_a_cause_that_is_said():
+    address = f"127.0.0.1:{free_port()}"
+    found = roll(Entry(0, 2), Entry(0, 2), timeout_s=1.0, address=address)
+    (taken,) = (text for text in found if "cannot listen" in text)
+    assert "Or a second process has index 0: give each its own (RANK)" in taken
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("secret", "other"), ("secret", ""), ("", "other")])
+def test_another_token_is_refused_by_name_and_ends_no_sound_start(capfd, ours, theirs):
+    found = roll(Entry(0, 2), Entry(1, 2, host="b"), timeout_s=1.0, token=ours, tokens={1: theirs})
+    assert "process 1 (host b" in found[1]
+    assert "so it is of another job" in found[1]
+    assert "ZERO2JAX_TOKEN" in found[1]
+    assert "process 1 did not arrive at 127.0.0.1" in found[0]
+    assert "Refused: process 1 (host b" in found[0]
+    assert capfd.readouterr().err.count("is refused at") == 1
+    entries = [Entry(0, 2, host="a"), Entry(1, 2, host="b")]
+    found = roll(*entries, Entry(1, 2, host="c"), token=ours, tokens={2: theirs}, timeout_s=2.0)
+    assert found[:2] == [entries, entries]
+    assert not isinstance(found[2], list)
+
+
+def knock(address, seed, stop, counts):
+    """Garbage, half lines, lines of others, floods, silence and slow writing, many at a time, until told to stop."""
+    rng, held = random.Random(seed), []
+    line = signed_line(dataclasses.asdict(Entry(1, 2, host="stranger")), "guess")
+    texts = [
+        *(
+            b"",
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\n" * 9,
+            b"[" * 5000 + b"\n",
+            b"0" * 64 + b' {"process_index": 1e9}\n',
+        ),
+        *(line, line[:-1], line[65:], b"x" * (1 << 17), rng.randbytes(300), rng.randbytes(99) + b"\n"),
+        *(signed_line(message, "guess") for message in ({}, {"process_index": [], "num_processes": None})),
+        *(signed_line({"process_index": -1, "num_processes": 2, "host": 3}, ""), b'" \n', b"\xff\xfe {}\n"),
+    ]
+    while not stop.is_set():
+        try:
+            connection = socket.create_connection(address, timeout=0.2)
+            connection.sendall(rng.choice(texts))
+            counts[seed] += 1
+            held.append(connection)
+        except OSError:
+            time.sleep(0.001)
+        if len(held) > 60:
+            held.pop(rng.randrange(len(held))).close()
+    for connection in held:
+        connection.close()
+
+
+def test_strangers_of_all_kinds_neither_end_nor_delay_a_start(capfd):
+    port = free_port()
+    stop, counts = threading.Event(), [0] * 4
+    strangers = [
+        threading.Thread(target=knock, args=(("127.0.0.1", port), i, stop, counts)) for i in range(4)
+    ]
+    for thread in strangers:
+        thread.start()
+    address = f"127.0.0.1:{port}"
+    try:
+        start_s = time.monotonic()
+        (missing,) = roll(Entry(0, 2), timeout_s=1.0, address=address)  # the time-out is kept, too
+        assert "process 1 did not arrive" in missing
+        found = []
+        late = threading.Timer(1.0, lambda: found.extend(roll(Entry(1, 2), timeout_s=20, address=address)))
+        late.start()
+        found += roll(Entry(0, 2), timeout_s=20, address=address)
+        late.join()
+        assert time.monotonic() - start_s < 10
+    finally:
+        stop.set()
+        for thread in strangers:
+            thread.join()
+    assert found == [[Entry(0, 2), Entry(1, 2)]] * 2
+    assert sum(counts) > 300
+    assert capfd.readouterr().err.count("is refused at") <= 2 * 20
+
+
+def test_a_silent_stranger_is_dropped_and_so_is_the_oldest_of_too_many(monkeypatch):
+    monkeypatch.setattr(roll_call, "_LINE_S", 0.3)
+    monkeypatch.setattr(roll_call, "_MAX_UNNAMED", 4)
+    port = free_port()
+    process_0 = threading.Thread(
+        target=roll, args=(Entry(0, 2),), kwargs={"address": f"127.0.0.1:{port}", "timeout_s": 2}
+    )
+    process_0.start()
+    connections = []
+    while len(connections) < 6:
+        with contextlib.suppress(ConnectionRefusedError):
+            connections.append(socket.create_connection(("127.0.0.1", port), timeout=1.5))
+    start_s = time.monotonic()
+    assert [connection.recv(1) for connection in connections] == [
+        b""
+    ] * 6  # no answer, and long before the time-out
+    assert time.monotonic() - start_s < 1.5
+    process_0.join()
+    for connection in connections:
+        connection.close()
+
+
+def test_a_stranger_that_answers_without_end_is_left():
+    def talk(server):
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                with connection, contextlib.suppress(OSError):
+                    while True:
+                        connection.sendall(b"x" * 65536)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=talk, args=(server,), daemon=True)
+        thread.start()
+        start_s = time.monotonic()
+        (found,) = roll(Entry(1, 2), timeout_s=0.5, address=f"127.0.0.1:{server.getsockname()[1]}")
+        assert time.monotonic() - start_s < 5
+    assert "something else answers there" in found

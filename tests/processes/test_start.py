@@ -71,3 +71,11 @@ def test_processes_must_agree_and_stragglers_are_named(tmp_path):
     rows = [set(found[i][1]["rows"]) for i in range(3)]
     assert len(set.union(*rows)) == 6
     assert all(len(part) == 2 for part in rows)
+
+
+def test_variables_that_are_read_by_half_end_a_real_process_instead_of_making_it_a_single_one():
+    code = "import zero2jax; print(zero2jax.init_distributed())"
+    env = environment(MASTER_ADDR="127.0.0.1", NNODES="2")
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "MASTER_ADDR without WORLD_SIZE and RANK; NNODES without NODE_RANK" in done.stderr

@@ -9,13 +9,15 @@ from typing import Annotated, Literal
 
 import tyro
 
+from zero2jax.base.names import did_you_mean
+from zero2jax.cli.other_launchers import OTHER_OPTIONS
 from zero2jax.cli.usage import UsageError
 from zero2jax.launching.hostfile import filter_hosts, parse_hostfile
 from zero2jax.launching.hosts import Hosts, divide, run_on_hosts
 from zero2jax.launching.local import Launch, check_counts, find_platform, run_launch, say
 from zero2jax.launching.scripts import Job, jobset_manifest, mpi_command, slurm_script
 from zero2jax.processes.addresses import is_loopback
-from zero2jax.processes.cluster_env import RESTARTS
+from zero2jax.processes.launcher_variables import RESTARTS
 
 _PRINTED = {"slurm": slurm_script, "mpi": mpi_command, "k8s": jobset_manifest}
 
@@ -239,14 +241,30 @@ def _warn_of_misplaced(arguments: Sequence[str]) -> None:
 
 
 def split_script(arguments: Sequence[str]) -> list[str]:
-    """The launcher's arguments with `--` before the first word that is no option, nor the value of one."""
-    alone = {name for name, has_no_value in _options().items() if has_no_value} | {"-h", "--help"}
+    """The launcher's arguments with `--` before the first word that is no option, nor the value of one.
+
+    Raises:
+      UsageError: an option is not the launcher's; says what it is called here.
+    """
+    options = _options() | {"-h": True, "--help": True}
     i = 0
     while i < len(arguments) and arguments[i].startswith("-"):
         if arguments[i] == "--":
             return list(arguments)
-        i += 1 if _normal(arguments[i]) in alone or "=" in arguments[i] else 2
+        if _normal(arguments[i]) not in options:
+            raise UsageError(_unknown(arguments[i], list(options)))
+        i += 1 if options[_normal(arguments[i])] or "=" in arguments[i] else 2
     return [*arguments[:i], "--", *arguments[i:]] if i < len(arguments) else list(arguments)
+
+
+def _unknown(word: str, options: Sequence[str]) -> str:
+    name = _normal(word)
+    here = OTHER_OPTIONS.get(name)
+    hint = f"Here: {here}." if here else did_you_mean(name, options).strip()
+    return (
+        f"launching with {word.split('=')[0]}: unknown option. {hint} Options of the launcher come before the script, "
+        f"those of the script after it: zero2jax launch --help."
+    )
 
 
 def _normal(word: str) -> str:

@@ -290,9 +290,9 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code; usage errors leave through `SystemExit(2)`."""
     words = list(sys.argv[1:] if args is None else args)
-    if words[:1] == ["launch"]:
-        words[1:] = split_script(words[1:])
     try:
+        if words[:1] == ["launch"]:
+            words[1:] = split_script(words[1:])
         code = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
             prog="zero2jax",

@@ -107,13 +107,20 @@ def forwarded_environment(env: Mapping[str, str], folders: Sequence[Path]) -> di
     return forwarded
 
 
-def ssh_command(host: str, arguments: Sequence[str], env: Mapping[str, str], folder: Path) -> tuple[str, ...]:
+def ssh_command(
+    host: str, arguments: Sequence[str], env: Mapping[str, str], folder: Path, *, from_stdin: str = ""
+) -> tuple[str, ...]:
     """Run `arguments` on a host, in the folder of the same name, by ssh without asking for passwords.
+
+    `from_stdin` names a variable whose value is the first line of standard input: the words of a command are seen by
+    everyone on both hosts.
 
     Example:
       >>> ssh_command("a", ["python", "x y.py"], {"B": "1 2"}, Path("/w"))[-1]
       "cd /w && exec env 'B=1 2' python 'x y.py'"
     """
     words = ["env", *(f"{name}={value}" for name, value in sorted(env.items())), *arguments]
+    if from_stdin:
+        words = ["sh", "-c", f'IFS= read -r {from_stdin} && export {from_stdin} && exec "$@"', "sh", *words]
     remote = f"cd {shlex.quote(str(folder))} && exec {shlex.join(words)}"
     return ("ssh", "-o", "BatchMode=yes", host, remote)

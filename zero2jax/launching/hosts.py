@@ -1,7 +1,8 @@
 """The launcher on several hosts: one `zero2jax launch` on each through ssh, watched from here like local processes.
 
 The launcher of a host ends its processes when its standard input ends, and that is this host's end of the ssh
-connection: so nothing stays behind on any host, however this one ends.
+connection: so nothing stays behind on any host, however this one ends. The first line of it is the job's secret, which
+is on no command line.
 """
 
 import os
@@ -11,10 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zero2jax.launching.hostfile import forwarded_environment, ssh_command
-from zero2jax.launching.local import Launch, report_failure, say
+from zero2jax.launching.local import Launch, report_failure, say, with_token
 from zero2jax.launching.supervise import Command, run_together
-from zero2jax.processes.addresses import DEFAULT_PORT, is_loopback, join_address, parse_coordinator
-from zero2jax.processes.cluster_env import RESTARTS
+from zero2jax.processes.addresses import (
+    DEFAULT_PORT,
+    checked_port,
+    is_loopback,
+    join_address,
+    parse_coordinator,
+)
+from zero2jax.processes.launcher_variables import RESTARTS
+from zero2jax.processes.signed_lines import TOKEN
 
 Hosts = Mapping[str, tuple[int, ...]]
 
@@ -72,6 +80,7 @@ def host_commands(
             )
     address = _coordinator(launch, hosts)
     base = forwarded_environment(env, (folder, Path.home())) | {RESTARTS: str(launch.num_restarts)}
+    token = with_token(env)[TOKEN]
     commands, first = [], 0
     for host, slots in hosts.items():
         options = {
@@ -87,8 +96,8 @@ def host_commands(
         words = [word for name, x in options.items() if x is not None for word in (f"--{name}", str(x))]
         arguments = (sys.executable, "-m", "zero2jax", "launch", *words, "--end-with-stdin", *launch.program)
         visible = base | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))}
-        ssh = ssh_command(host, arguments, visible, folder)
-        commands.append(Command(host, ssh, dict(env), keep_stdin=True))
+        ssh = ssh_command(host, arguments, visible, folder, from_stdin=TOKEN)
+        commands.append(Command(host, ssh, dict(env), keep_stdin=True, stdin=f"{token}\n".encode()))
         first += shares[host].processes
     return commands
 
@@ -102,7 +111,8 @@ def _coordinator(launch: Launch, hosts: Hosts) -> str:
             f"Write its real name in the hostfile, or give --coordinator."
         )
     # Another port for each restart: the last one may still be held.
-    return join_address(host, (port or DEFAULT_PORT) + launch.num_restarts)
+    port = (port or DEFAULT_PORT) + launch.num_restarts
+    return join_address(host, checked_port(port, f"--coordinator for restart {launch.num_restarts}"))
 
 
 def run_on_hosts(

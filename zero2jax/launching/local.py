@@ -1,12 +1,14 @@
 """Processes of one program on this host: their environment, their logs, and starting them anew when one has failed.
 
 Each process gets the variables that torchrun and DeepSpeed set (`MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE`, `RANK`,
-`LOCAL_RANK`, `LOCAL_WORLD_SIZE`), its devices, and `ZERO2JAX_RESTARTS`, by which `init_distributed` knows the launcher.
+`LOCAL_RANK`, `LOCAL_WORLD_SIZE`), its devices, `ZERO2JAX_RESTARTS`, by which `init_distributed` knows the launcher, and
+`ZERO2JAX_TOKEN`, a secret of this start, without which nobody joins the roll call.
 After a failure with restarts left, the program starts anew with the processes that had not failed; it is the program
 that continues from its checkpoint.
 """
 
 import os
+import secrets
 import shutil
 import socket
 import sys
@@ -16,7 +18,8 @@ from pathlib import Path
 
 from zero2jax.launching.supervise import Command, Outcome, run_together
 from zero2jax.processes.addresses import DEFAULT_PORT, grpc_proxy, parse_coordinator
-from zero2jax.processes.cluster_env import RESTARTS
+from zero2jax.processes.launcher_variables import RESTARTS
+from zero2jax.processes.signed_lines import TOKEN
 
 # Variables by which jax.distributed would believe another launcher.
 _OTHER_LAUNCHERS = ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_LOCAL_DEVICE_IDS")
@@ -171,8 +174,17 @@ def _address(launch: Launch) -> tuple[str, int]:
     host, port = parse_coordinator(launch.coordinator or "127.0.0.1")
     if port is not None:
         return host, port
-    shared = launch.total_processes not in (None, launch.num_processes)
-    return host, DEFAULT_PORT if shared else free_port()
+    return host, DEFAULT_PORT if _is_shared(launch) else free_port()
+
+
+def _is_shared(launch: Launch) -> bool:
+    """Whether other launchers start some of the processes."""
+    return launch.total_processes not in (None, launch.num_processes)
+
+
+def with_token(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment with the job's secret, a new one if it has none."""
+    return {TOKEN: secrets.token_hex(16), **env}
 
 
 def make_commands(launch: Launch, env: Mapping[str, str]) -> list[Command]:
@@ -182,6 +194,8 @@ def make_commands(launch: Launch, env: Mapping[str, str]) -> list[Command]:
       ValueError: there are not enough GPUs, or no such script.
     """
     address = _address(launch)
+    if not _is_shared(launch):  # else they have the same one from whoever started them, or none
+        env = with_token(env)
     suffix = f".restart{launch.num_restarts}" if launch.num_restarts else ""
     commands = []
     for i in range(launch.num_processes):
@@ -222,8 +236,16 @@ def report_failure(what: str, outcome: Outcome) -> None:
     name = outcome.failed[0]
     for line in outcome.last_lines:
         print(f"  {name} | {line}", file=sys.stderr)
+    if outcome.num_hidden:
+        say(
+            f"{outcome.num_hidden} lines of the errors that followed in the others are not shown (--logs keeps all)."
+        )
+    if outcome.waited_for:
+        say(f"before that: {outcome.waited_for}")
     others = f" (also: {', '.join(outcome.failed[1:])})" if outcome.failed[1:] else ""
-    say(f"{what} {name} failed first ({outcome.reason}){others}; its last lines are above. All were ended.")
+    said = "its last lines are above" if outcome.last_lines else "it had printed nothing"
+    killed = " SIGKILL comes from outside, as when memory runs out." if outcome.reason == "SIGKILL" else ""
+    say(f"{what} {name} failed first ({outcome.reason}){others}; {said}.{killed} All were ended.")
 
 
 def say(text: str) -> None:

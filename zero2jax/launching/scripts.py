@@ -10,7 +10,11 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero2jax.processes.addresses import DEFAULT_PORT
+from zero2jax.processes.addresses import DEFAULT_PORT, parse_coordinator
+from zero2jax.processes.signed_lines import TOKEN
+
+# The secret of a run, for its environment and no command line.
+_NEW_TOKEN = f"{TOKEN}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')"
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ def slurm_script(job: Job) -> str:
         "",
         'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
+        f"export {_NEW_TOKEN}",
         *_cpu_exports(job),
         *([] if logs is None else [f"mkdir -p {logs}"]),
         "",
@@ -71,8 +76,10 @@ def slurm_script(job: Job) -> str:
 
 def mpi_command(job: Job) -> str:
     """A line for a shell on the host of process 0, with Open MPI's `mpirun`."""
-    host = job.coordinator_host or "$(hostname)"
-    words = ["mpirun", f"-np {job.num_processes}", f"--map-by ppr:{job.processes_per_host}:node"]
+    host, port = "$(hostname)", None
+    if job.coordinator_host is not None:
+        host, port = parse_coordinator(job.coordinator_host.rpartition("@")[2])  # user@host
+    words = [_NEW_TOKEN, "mpirun", f"-np {job.num_processes}", f"--map-by ppr:{job.processes_per_host}:node"]
     if job.hosts:
         slots = job.processes_per_host * job.devices_per_process
         words.append(f"--host {','.join(f'{name}:{slots}' for name in job.hosts)}")
@@ -80,7 +87,7 @@ def mpi_command(job: Job) -> str:
         words.append(f"--hostfile {shlex.quote(str(job.hostfile))}")
     if job.logs is not None:
         words.append(f"--output-filename {shlex.quote(str(job.logs))}")
-    exports = [f"MASTER_ADDR={host}", f"MASTER_PORT={DEFAULT_PORT}"]
+    exports = [TOKEN, f"MASTER_ADDR={host}", f"MASTER_PORT={port or DEFAULT_PORT}"]
     exports += [line.removeprefix("export ") for line in _cpu_exports(job)]
     words += [f"-x {export}" for export in exports]
     return " ".join(words) + f" {_with_devices(job, 'OMPI_COMM_WORLD_LOCAL_RANK')}\n"
@@ -146,6 +153,12 @@ spec:
                   valueFrom:
                     fieldRef:
                       fieldPath: metadata.annotations['jobset.sigs.k8s.io/restart-attempt']
+                - name: {TOKEN}
+                  valueFrom:
+                    secretKeyRef:
+                      name: {job.name}-token
+                      key: token
+                      optional: true
 """
     gpus = f"""                resources:
                   limits:

@@ -20,15 +20,25 @@ from pathlib import Path
 from typing import IO
 
 from zero2jax.processes.preemption import PREEMPTED_EXIT_CODE
+from zero2jax.processes.progress import WAITING
 
 NUM_LAST_LINES = 30
 _TICK_S = 0.1
 # For processes that wait for one that is gone: they have nothing left to save. JAX catches SIGTERM as a notice of
 # preemption, so most of them need the SIGKILL that follows.
 _FAILURE_GRACE_S = 3.0
+_ALONE_S = 30.0  # after so long without one that has ended, say that others go on
 _DRAIN_S = 1.0  # for what a command has left in its pipe, where a descendant may go on writing
 _MAX_LINE_BYTES = 1 << 20  # longer lines are passed on in parts
 _LINE = re.compile(rb"([^\r\n]*)(\r\n|\r|\n)")  # progress bars end their lines by \r
+# Of gloo, whenever processes meet.
+_NOISE = re.compile(
+    rb"\[Gloo\] Rank |.* is connected to \d+ peer ranks. Expected number of connected peer ranks"
+)
+# How the errors begin of a process that waited for one that is gone: Python's, absl's, glibc's.
+_ERRORS = re.compile(
+    rb"Traceback \(most recent|[EF]\d{4} \d\d:\d\d:|\*\*\* |terminate called|Fatal Python error"
+)
 # Asks the kernel for SIGKILL when the parent dies (PR_SET_PDEATHSIG, 1), and becomes the command. A program of its own
 # and no `preexec_fn`: that one forks Python, which must not be done beside JAX's threads.
 _DIE_WITH_PARENT = """
@@ -41,13 +51,17 @@ if os.getppid() == int(sys.argv[1]):
 
 @dataclass(frozen=True)
 class Command:
-    """One command: its name in prefixes and messages, arguments, environment, and a file for its output."""
+    """One command: its name in prefixes and messages, arguments, environment, and a file for its output.
+
+    `keep_stdin` gives it a pipe whose end tells it to end, also when this process dies; `stdin` is written there first.
+    """
 
     name: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
     log: Path | None = None
-    keep_stdin: bool = False  # give it a pipe whose end tells it to end, also when this process dies
+    keep_stdin: bool = False
+    stdin: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -56,7 +70,9 @@ class Outcome:
 
     `signal` is the signal that this process was sent, if any. The code is then 128 more, or the one that all those
     running ended with, if that is an error code: programs that save on request say so by it. `preempted` is whether
-    some ended with `PREEMPTED_EXIT_CODE` unasked; that is no failure.
+    some ended with `PREEMPTED_EXIT_CODE` unasked; that is no failure. `waited_for` is the last line in which the
+    processes said whom they wait for; `num_hidden` counts lines not shown, errors of those that had waited for the
+    cause: a file of a command has all of its lines.
     """
 
     code: int
@@ -65,6 +81,8 @@ class Outcome:
     last_lines: tuple[str, ...] = ()
     signal: int | None = None
     preempted: bool = False
+    waited_for: str = ""
+    num_hidden: int = 0
 
 
 def run_together(
@@ -101,6 +119,7 @@ def run_together(
                 group.tick()
                 group.end_all_after_failure()
                 group.end_all_after_preemption()
+                group.say_who_goes_on()
         finally:
             group.kill()
     return group.outcome()
@@ -131,6 +150,9 @@ class _Running:
         self.last_lines: collections.deque[bytes] = collections.deque(maxlen=NUM_LAST_LINES)
         self.unfinished, self.after_return = b"", False
         self.told = False
+        self.waited_for = b""
+        self.quiet = False  # another one has failed, and what this one says of that is hidden
+        self.num_hidden, self.hides = 0, False
         self.log: IO[bytes] | None = None
         if command.log is not None:
             command.log.parent.mkdir(parents=True, exist_ok=True)
@@ -143,6 +165,10 @@ class _Running:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it has ended
+                self.process.stdin.write(command.stdin)
+                self.process.stdin.flush()
         assert self.process.stdout is not None
         self.output = self.process.stdout
         os.set_blocking(self.output.fileno(), False)
@@ -169,6 +195,14 @@ class _Running:
         return bool(data)
 
     def pass_on(self, line: bytes, *, keep: bool = True) -> None:
+        if _NOISE.match(line):
+            return
+        if WAITING.encode() in line[:60]:  # another launcher's prefix may stand before
+            self.waited_for = line
+        self.hides = self.hides or (self.quiet and _ERRORS.match(line) is not None)
+        if self.hides:
+            self.num_hidden += 1
+            return
         if keep:
             self.last_lines.append(line)
         self.write(self.prefix + line + b"\n")
@@ -216,6 +250,7 @@ class _Group:
     def __init__(self, commands: Sequence[Command], write: Callable[[bytes], None]):
         self.commands, self.write = commands, write
         self.running: list[_Running] = []
+        self.started: list[_Running] = []
         self.failed: list[_Running] = []
         self.preempted: list[_Running] = []
         self.signal: int | None = None
@@ -223,6 +258,7 @@ class _Group:
         self.end_at = float("inf")
         self.kill_at = float("inf")
         self.ending = False
+        self.first_done: tuple[str, float] | None = None  # who ended without an error, and when
         self.grace_s = 0.0
         self.selector = selectors.DefaultSelector()
 
@@ -234,6 +270,7 @@ class _Group:
             prefix = f"[{command.name:>{width}}] ".encode()
             started = _Running(command, prefix, self.write)
             self.running.append(started)
+            self.started.append(started)
             if self.signal is not None and not started.told:
                 started.send(self.signal)
             self.selector.register(started.output, selectors.EVENT_READ, started)
@@ -272,7 +309,9 @@ class _Group:
         """Pass on output, and sort out who has ended."""
         if not self.selector.get_map():
             time.sleep(_TICK_S)
-        for key, _ in self.selector.select(_TICK_S):
+        ready = [key.fileobj for key, _ in self.selector.select(_TICK_S)]
+        self.sort_out_ended()  # first, so that it is known who has failed when the others speak of it
+        for key in [key for key in self.selector.get_map().values() if key.fileobj in ready]:
             if key.data is None:
                 if not os.read(sys.stdin.fileno(), 4096):
                     self.selector.unregister(key.fileobj)
@@ -282,6 +321,8 @@ class _Group:
         if time.monotonic() >= self.kill_at:
             for running in self.running:
                 running.send(signal.SIGKILL)
+
+    def sort_out_ended(self) -> None:
         ended = [running for running in self.running if running.process.poll() is not None]
         for running in sorted(ended, key=_cause_first):
             self.running.remove(running)
@@ -293,12 +334,15 @@ class _Group:
         if self.signal is not None:
             self.codes.add(code)
         elif code == 0 or self.ending:
-            pass
+            self.first_done = self.first_done or (running.command.name, time.monotonic())
         elif code == PREEMPTED_EXIT_CODE:
             self.preempted.append(running)
             self.end_at = min(self.end_at, time.monotonic() + self.grace_s)
         elif not self.preempted:  # else it could not go on without the one that has ended
             self.failed.append(running)
+            if code != -signal.SIGABRT:  # that one may have waited itself
+                for other in self.running:
+                    other.quiet = True
 
     def finish(self, running: _Running) -> None:
         running.send(signal.SIGKILL)  # descendants that it left behind
@@ -317,6 +361,19 @@ class _Group:
     def end_all_after_preemption(self) -> None:
         if time.monotonic() >= self.end_at and not self.ending:
             self.end(signal.SIGTERM, self.grace_s)
+
+    def say_who_goes_on(self) -> None:
+        """Say once that some go on long after one has ended: they may wait for it where JAX does not see it."""
+        if self.first_done is None or self.ending or time.monotonic() < self.first_done[1] + _ALONE_S:
+            return
+        names = ", ".join(running.command.name for running in self.running[:20])
+        print(
+            f"zero2jax launch: {self.first_done[0]} ended {_ALONE_S:g} s ago, without an error, and of the others "
+            f"still run: {names}. If they wait for it in a step, they never end: Ctrl-C ends them.",
+            file=sys.stderr,
+            flush=True,
+        )
+        self.first_done = (self.first_done[0], float("inf"))
 
     def kill(self) -> None:
         for running in self.running:
@@ -341,4 +398,8 @@ class _Group:
             failed=tuple(running.command.name for running in self.failed),
             reason=how,
             last_lines=tuple(line.decode(errors="replace") for line in cause.last_lines),
+            waited_for=next(
+                (x.waited_for.decode(errors="replace") for x in self.started if x.waited_for), ""
+            ),
+            num_hidden=sum(running.num_hidden for running in self.started),
         )

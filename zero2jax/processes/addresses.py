@@ -12,18 +12,32 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
+def checked_port(port: int, said: str) -> int:
+    """`port`, if it can be one; `said` is where it was read.
+
+    Raises:
+      ValueError: it is not from 1 to 65535.
+    """
+    if not 0 < port < 65536:
+        raise ValueError(
+            f"reading {said}: a port is a number from 1 to 65535, and this is {port}. Choose another."
+        )
+    return port
+
+
 def split_address(address: str) -> tuple[str, int]:
     """(host without brackets, port).
 
     Raises:
-      ValueError: there is no port.
+      ValueError: there is no port, or no host, or the port is not from 1 to 65535.
     """
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit():
+    host, port = parse_coordinator(address)
+    if port is None:
         raise ValueError(
-            f"reading the coordinator's address {address!r}: write host:port, as in node001:29500."
+            f"reading the coordinator's address {address!r}: write host:port, as in node001:29500; an IPv6 address in "
+            f"brackets, [fd00::1]:29500."
         )
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    return host, port
 
 
 def parse_coordinator(text: str) -> tuple[str, int | None]:
@@ -32,16 +46,24 @@ def parse_coordinator(text: str) -> tuple[str, int | None]:
     Raises:
       ValueError: there is no host, or the port is no number from 1 to 65535.
     """
-    match = re.fullmatch(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\[\]\s]+))(?::(?P<port>\d+))?", text)
-    if match is None and text.count(":") > 1 and not set(text) & set("[] "):
-        return text, None  # a bare IPv6 address
+    match = re.fullmatch(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\[\]\s]+))(?::(?P<port>[0-9]{1,5}))?", text)
+    if match is None and _is_ipv6(text):
+        return text, None
     port = match["port"] if match else None
-    if match is None or (port is not None and not 0 < int(port) < 65536):
+    wrong = match is None or (match["v6"] is not None and not _is_ipv6(match["v6"]))
+    if match is None or wrong or (port is not None and not 0 < int(port) < 65536):
         raise ValueError(
             f"reading the coordinator {text!r}: write HOST or HOST:PORT with a port from 1 to 65535, as in "
             f"node001:29500; an IPv6 address with a port in brackets, [fd00::1]:29500."
         )
     return match["v6"] or match["host"], None if port is None else int(port)
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
 
 
 def is_loopback(host: str) -> bool:

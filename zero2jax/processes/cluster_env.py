@@ -5,10 +5,15 @@ these that is there counts:
 
 1. arguments (all three);
 2. `zero2jax launch`, or torchrun: they start the processes themselves, inside of whatever a scheduler started;
-3. Open MPI, Slurm, MPICH and Intel MPI;
-4. `WORLD_SIZE` and `RANK`, as DeepSpeed and Kubernetes operators for PyTorch set them;
+3. Open MPI, Slurm, MVAPICH, MPICH and Intel MPI, Flux, jsrun; PALS and PMIx with `WORLD_SIZE`;
+4. `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`; `WORLD_SIZE` and `RANK`, as DeepSpeed and Kubernetes operators for PyTorch
+   set them;
 5. an indexed Kubernetes job, whose size only the cluster's API knows;
-6. nothing: a single process.
+6. `NNODES` and `NODE_RANK`: a process per host;
+7. nothing: a single process.
+
+Where some variables of a set are there and the others are not, `find_place` refuses and names both: processes that each
+believe to be alone would overwrite each other's files. `WORLD_SIZE=1` says that a process is alone.
 
 A single process starts nothing, wherever it learnt that it is alone, unless by arguments or `zero2jax launch`: then it,
 too, uses the collectives of several processes, and computes the same bits as they do.
@@ -23,9 +28,30 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from zero2jax.processes.addresses import DEFAULT_PORT, grpc_proxy, is_loopback, join_address, split_address
+from zero2jax.processes.addresses import (
+    DEFAULT_PORT,
+    checked_port,
+    grpc_proxy,
+    is_loopback,
+    join_address,
+    parse_coordinator,
+    split_address,
+)
+from zero2jax.processes.launcher_variables import (
+    BY_HAND,
+    HOSTS,
+    JAX,
+    LAUNCH,
+    OPEN_MPI,
+    SCHEDULERS,
+    SLURM,
+    STARTERS,
+    VARIABLES,
+    Family,
+    first_set,
+    read_number,
+)
 
-RESTARTS = "ZERO2JAX_RESTARTS"  # set by `zero2jax launch`: how often it has started the processes anew
 _SINGLE = "single process"
 
 
@@ -45,58 +71,6 @@ class Place:
     local_device_ids: tuple[int, ...] | None = None
     num_hosts: int | None = None
     distributed: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Family:
-    """The variables of one launcher: number of processes, this process's index, and both on this host alone."""
-
-    source: str
-    count: str
-    index: str
-    local_index: str
-    local_counts: tuple[str, ...] = ()
-    num_hosts: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
-
-    def is_set(self, env: Mapping[str, str]) -> bool:
-        return all(name in env for name in (self.count, self.index, *self.needs))
-
-
-_VARIABLES = _Family(
-    source="WORLD_SIZE and RANK",
-    count="WORLD_SIZE",
-    index="RANK",
-    local_index="LOCAL_RANK",
-    local_counts=("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
-)
-_LAUNCH = replace(_VARIABLES, source="zero2jax launch", local_counts=("LOCAL_WORLD_SIZE",), needs=(RESTARTS,))
-_TORCHRUN = replace(
-    _VARIABLES, source="torchrun", local_counts=("LOCAL_WORLD_SIZE",), needs=("TORCHELASTIC_RUN_ID",)
-)
-_OPEN_MPI = _Family(
-    source="Open MPI",
-    count="OMPI_COMM_WORLD_SIZE",
-    index="OMPI_COMM_WORLD_RANK",
-    local_index="OMPI_COMM_WORLD_LOCAL_RANK",
-    local_counts=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-)
-_SLURM = _Family(
-    source="Slurm",
-    count="SLURM_NTASKS",
-    index="SLURM_PROCID",
-    local_index="SLURM_LOCALID",
-    num_hosts=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
-    needs=("SLURM_JOB_ID", "SLURM_STEP_NODELIST"),
-)
-_PMI = _Family(
-    source="MPI",
-    count="PMI_SIZE",
-    index="PMI_RANK",
-    local_index="MPI_LOCALRANKID",
-    local_counts=("MPI_LOCALNRANKS",),
-)
-_SCHEDULERS = (_OPEN_MPI, _SLURM, _PMI)
 
 
 def find_place(
@@ -137,41 +111,78 @@ def find_place(
 
 
 def _from_environment(env: Mapping[str, str]) -> Place:
-    for family in (_LAUNCH, _TORCHRUN):
+    for family in STARTERS:
         if family.is_set(env):
             return _from_family(family, env)
-    schedulers = [family for family in _SCHEDULERS if family.is_set(env)]
-    if schedulers and _VARIABLES.is_set(env):
-        _check_agreement(schedulers[0], env)
+    by_hand = [family for family in BY_HAND if family.is_set(env)]
+    alone = any(env.get(name) == "1" for family in BY_HAND for name in family.counts)
+    schedulers = [family for family in SCHEDULERS if family.is_set(env)]
+    if alone or VARIABLES in by_hand:  # a number that the user gives is for where there is no RANK
+        schedulers = [family for family in schedulers if family.counts != VARIABLES.counts]
+    for ours in by_hand:
+        for theirs in (*schedulers[:1], *by_hand[:1]):
+            _check_agreement(ours, theirs, env)
     # A shell inside of a one-task step is no reason not to believe variables that say more.
-    family = next(
-        (f for f in schedulers if _number(env, f.count) > 1 or not _VARIABLES.is_set(env)), _VARIABLES
-    )
-    if family.is_set(env):
+    several = [family for family in (*schedulers, *by_hand) if _count(family, env) > 1]
+    for family in (*several, *by_hand, *schedulers):
         return _from_family(family, env)
     if _is_kubernetes_job(env):
-        index = _number(env, "JOB_COMPLETION_INDEX")
-        address = _address(None, env)
         return Place(
-            source="Kubernetes", process_index=index, num_processes=None, coordinator_address=address
+            source="Kubernetes",
+            process_index=read_number(env, "JOB_COMPLETION_INDEX"),
+            num_processes=None,
+            coordinator_address=_address(None, env),
         )
+    if alone:
+        return Place(source=_SINGLE, distributed=False)
+    others = {f: signs for f in (*BY_HAND, *SCHEDULERS) if (signs := f.signs_in(env))}
+    if HOSTS.is_set(env) and all(signs == (f.coordinator,) for f, signs in others.items()):
+        return _from_family(HOSTS, env)
+    others |= {HOSTS: signs} if (signs := HOSTS.signs_in(env)) else {}
+    if others:
+        raise ValueError(_incomplete(others, env))
+    tasks = first_set(env, SLURM.counts)
+    if tasks is not None and read_number(env, tasks) > 1:
+        source = f"{_SINGLE} (in a Slurm job of {env[tasks]} tasks, without srun)"
+        return Place(source=source, distributed=False)
     return Place(source=_SINGLE, distributed=False)
 
 
-def _from_family(family: _Family, env: Mapping[str, str]) -> Place:
-    count, index = _number(env, family.count), _number(env, family.index)
-    local_count = next((_number(env, name) for name in family.local_counts if name in env), None)
-    num_hosts = next((_number(env, name) for name in family.num_hosts if name in env), None)
+def _incomplete(found: Mapping[Family, tuple[str, ...]], env: Mapping[str, str]) -> str:
+    said = ", ".join(dict.fromkeys(f"{name}={env[name]}" for signs in found.values() for name in signs))
+    missing = "; ".join(
+        f"{' and '.join(signs)} without {' and '.join(family.missing(env))}"
+        for family, signs in found.items()
+    )
+    return (
+        f"reading the environment: {said} tell that this is one of several processes, and not which of how many: "
+        f"{missing}. Processes that each believe to be alone overwrite each other's files. Set what is missing, and "
+        f"MASTER_ADDR, for every process; or pass coordinator_address=, num_processes= and process_id=; or set "
+        f"WORLD_SIZE=1 if this process is to train alone."
+    )
+
+
+def _count(family: Family, env: Mapping[str, str]) -> int:
+    return read_number(env, first_set(env, family.counts) or family.counts[0])
+
+
+def _from_family(family: Family, env: Mapping[str, str]) -> Place:
+    count_name, index_name = (first_set(env, names) or names[0] for names in (family.counts, family.indices))
+    count, index = read_number(env, count_name), read_number(env, index_name)
+    local_count, num_hosts = (
+        None if name is None else read_number(env, name)
+        for name in (first_set(env, family.local_counts), first_set(env, family.num_hosts))
+    )
     if num_hosts is None and local_count:
         num_hosts = -(-count // local_count)
     elif local_count is None and num_hosts:
         local_count = -(-count // num_hosts)
     if not 0 <= index < count:
         raise ValueError(
-            f"reading {family.count}={env[family.count]} and {family.index}={env[family.index]}: the index of a "
+            f"reading {count_name}={env[count_name]} and {index_name}={env[index_name]}: the index of a "
             f"process counts from 0 and must be below the number of processes. Correct the variable that is wrong."
         )
-    if count == 1 and family is not _LAUNCH:
+    if count == 1 and family is not LAUNCH:
         return Place(source=f"{_SINGLE} ({family.source})", distributed=False)
     return Place(
         source=family.source,
@@ -183,65 +194,78 @@ def _from_family(family: _Family, env: Mapping[str, str]) -> Place:
     )
 
 
-def _number(env: Mapping[str, str], name: str) -> int:
-    if not re.fullmatch(r"\s*\d+\s*", env[name]):
-        raise ValueError(f"reading {name}={env[name]!r}: it must be a whole number. Correct or unset it.")
-    return int(env[name])
-
-
-def _check_agreement(family: _Family, env: Mapping[str, str]) -> None:
-    pairs = ((_VARIABLES.count, family.count), (_VARIABLES.index, family.index))
-    values = [(_number(env, ours), _number(env, theirs)) for ours, theirs in pairs]
-    if values[0][1] > 1 and any(ours != theirs for ours, theirs in values):
-        said = " and ".join(
-            f"{name}={env[name]}" for name in (_VARIABLES.count, _VARIABLES.index, family.count, family.index)
-        )
+def _check_agreement(ours: Family, theirs: Family, env: Mapping[str, str]) -> None:
+    pairs = [
+        (first_set(env, a) or a[0], first_set(env, b) or b[0])
+        for a, b in ((ours.counts, theirs.counts), (ours.indices, theirs.indices))
+    ]
+    if _count(theirs, env) > 1 and any(read_number(env, a) != read_number(env, b) for a, b in pairs):
+        said = " and ".join(f"{name}={env[name]}" for group in zip(*pairs, strict=True) for name in group)
         raise ValueError(
-            f"reading {said}: these variables and {family.source}'s contradict each other, and processes that believe "
-            f"different ones wait for each other forever. Unset WORLD_SIZE and RANK to go by {family.source}, or pass "
+            f"reading {said}: these variables and {theirs.source}'s contradict each other, and processes that believe "
+            f"different ones wait for each other forever. Unset {ours.source} to go by {theirs.source}, or pass "
             f"coordinator_address=, num_processes= and process_id=."
         )
 
 
-def _address(family: _Family | None, env: Mapping[str, str]) -> str | None:
+def _address(family: Family | None, env: Mapping[str, str]) -> str | None:
     """The coordinator as "host:port", or None if JAX has to find it."""
     if "JAX_COORDINATOR_ADDRESS" in env:
         return env["JAX_COORDINATOR_ADDRESS"]
     if env.get("MASTER_ADDR"):
-        port = _number(env, "MASTER_PORT") if "MASTER_PORT" in env else DEFAULT_PORT
+        host, port = parse_coordinator(env["MASTER_ADDR"])
+        if port is not None:
+            raise ValueError(
+                f"reading MASTER_ADDR={env['MASTER_ADDR']}: it is the name or address of a host, without a port. Set "
+                f"MASTER_PORT={port}."
+            )
+        port = read_number(env, "MASTER_PORT") if "MASTER_PORT" in env else DEFAULT_PORT
         # torchrun's own store listens on MASTER_PORT for as long as the processes run.
-        taken = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and family is not _LAUNCH
-        return join_address(env["MASTER_ADDR"], port + 1 if taken else port)
-    if family is _SLURM:
-        port = 61440 + _number(env, "SLURM_JOB_ID") % 4096
+        taken = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and family is not LAUNCH
+        said = f"MASTER_PORT={port}" + (", and the port after it, as torchrun uses that one" if taken else "")
+        return join_address(host, checked_port(port + 1 if taken else port, said))
+    if family is SLURM:
+        port = 61440 + read_number(env, "SLURM_JOB_ID") % 4096
         return join_address(first_slurm_host(env["SLURM_STEP_NODELIST"]), port)
     if family is None:
         return None
-    if family is _OPEN_MPI and ("OMPI_MCA_orte_hnp_uri" in env or importlib.util.find_spec("mpi4py")):
+    if family is OPEN_MPI and ("OMPI_MCA_orte_hnp_uri" in env or importlib.util.find_spec("mpi4py")):
         return None
+    variable = (
+        "JAX_COORDINATOR_ADDRESS"
+        if family is JAX
+        else f"MASTER_ADDR (and MASTER_PORT, default {DEFAULT_PORT})"
+    )
     raise ValueError(
-        f"starting {env[family.count]} processes by {family.source}: no coordinator. Set MASTER_ADDR (and MASTER_PORT, "
-        f"default {DEFAULT_PORT}) to the host of process 0 for all of them"
-        + (", or install mpi4py." if family is _OPEN_MPI else ".")
+        f"starting {_count(family, env)} processes by {family.source}: no coordinator. Set {variable} "
+        f"to the host of process 0 for all of them" + (", or install mpi4py." if family is OPEN_MPI else ".")
     )
 
 
 def first_slurm_host(nodes: str) -> str:
-    """The first host of a Slurm list: `node001` of `node[001-004,007],login1`."""
-    prefix, number, suffix = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes).groups(  # type: ignore[union-attr]
-        default=""
-    )
-    return f"{prefix}{number}{suffix}"
+    """The first host of a Slurm list: `node001` of `node[001-004,007],login1`.
+
+    Raises:
+      ValueError: the list names no host.
+    """
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes.strip())
+    host = re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0]) if first else ""
+    if not re.fullmatch(r"[^\s\[\]]+", host):
+        raise ValueError(
+            f"reading Slurm's list of hosts {nodes!r}: it names no host. Set MASTER_ADDR to process 0's."
+        )
+    return host
 
 
 def _local_device_ids(
-    family: _Family, env: Mapping[str, str], local_count: int | None
+    family: Family, env: Mapping[str, str], local_count: int | None
 ) -> tuple[int, ...] | None:
     """One device per process where several share a host, unless the launcher has already divided them."""
     divided = len(env.get("CUDA_VISIBLE_DEVICES", ",").split(",")) == 1
-    if family is _LAUNCH or divided or local_count == 1 or "JAX_LOCAL_DEVICE_IDS" in env:
+    if family is LAUNCH or divided or local_count == 1 or "JAX_LOCAL_DEVICE_IDS" in env:
         return None
-    return (_number(env, family.local_index),) if family.local_index in env else None
+    name = first_set(env, family.local_indices)
+    return None if name is None else (read_number(env, name),)
 
 
 def _is_kubernetes_job(env: Mapping[str, str]) -> bool:

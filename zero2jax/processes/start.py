@@ -16,8 +16,11 @@ from types import TracebackType
 import jax
 
 from zero2jax.processes.addresses import is_loopback, split_address
-from zero2jax.processes.cluster_env import RESTARTS, Place, find_place
-from zero2jax.processes.roll_call import Entry, call_roll, code_versions
+from zero2jax.processes.cluster_env import Place, find_place
+from zero2jax.processes.launcher_variables import RESTARTS
+from zero2jax.processes.progress import Progress
+from zero2jax.processes.roll_call import Entry, Roll, call_roll, code_versions
+from zero2jax.processes.signed_lines import job_token
 
 _logger = logging.getLogger(__name__)
 
@@ -49,9 +52,11 @@ def init_distributed(
 
     Call it before anything uses a device. Without arguments the environment tells (see `cluster_env`):
     `zero2jax launch`, torchrun, Open MPI, Slurm, MPICH, `MASTER_ADDR` with `WORLD_SIZE` and `RANK`, Kubernetes. Process
-    0 prints one line that says which. From then on an exception that nobody catches ends its process without waiting
-    for the others, so that the others learn of it; `sys.exit` with an error code still waits for them, up to JAX's five
-    minutes.
+    0 prints one line that says which. An incomplete set of variables is an error, never a single process.
+
+    From then on an exception that nobody catches ends its process without waiting for the others, so that the others
+    learn of it; `sys.exit` with an error code still waits for them, up to JAX's five minutes. Process 0 says which
+    process the others wait for (see `progress`).
 
     Args:
       coordinator_address: "host:port" of process 0; with it go the next two.
@@ -63,8 +68,8 @@ def init_distributed(
       heartbeat_timeout_s: after so many seconds without a sign of life, a process counts as dead and all end.
 
     Raises:
-      ValueError: arguments or variables contradict each other or would make the start hang (a loopback address with
-        several hosts, an index that is not below the count, a proxy on the way to the coordinator).
+      ValueError: arguments or variables contradict each other, are incomplete, or would make the start hang (a loopback
+        address with several hosts, an index that is not below the count, a proxy on the way to the coordinator).
       StartError: processes did not arrive (named), have the same index, or run other code (named).
       RuntimeError: a device has been used before.
     """
@@ -74,11 +79,17 @@ def init_distributed(
     place = find_place(os.environ, coordinator_address, num_processes, process_id, ids)
     num_restarts = int(os.environ.get(RESTARTS, 0))
     if not place.distributed:
+        if place != Place(source="single process", distributed=False):
+            print(f"zero2jax: {place.source}", file=sys.stderr, flush=True)
         return Startup(place.source, 0, 1, num_restarts=num_restarts)
+    roll: Roll | None = None
     if place.coordinator_address is not None and place.num_processes is not None:
         me = Entry(place.process_index, place.num_processes, code=code_versions())
-        call_roll(me, place.coordinator_address, initialization_timeout_s)
+        roll = call_roll(me, place.coordinator_address, initialization_timeout_s)
     _start(place, round(initialization_timeout_s), round(heartbeat_timeout_s))
+    if roll is not None and len(roll.entries) > 1:
+        Progress(roll, place.process_index, job_token()).start()
+    _end_on_error()
     if place.num_processes is None:  # only JAX knew
         place = replace(place, num_processes=jax.process_count())
     startup = Startup(
@@ -108,7 +119,6 @@ def _start(place: Place, initialization_timeout_s: int, heartbeat_timeout_s: int
         heartbeat_timeout_seconds=heartbeat_timeout_s,
         coordinator_bind_address=address if local else None,
     )
-    _end_on_error()
 
 
 def _end_on_error() -> None:
@@ -130,7 +140,9 @@ def _end_on_error() -> None:
             os._exit(codes[-1])
 
     sys.excepthook = hook
-    atexit.register(end)  # after JAX's own handler was, so it runs before that one
+    atexit.register(
+        end
+    )  # after those of JAX and `progress`, which wait for the others, so it runs before them
 
 
 def _again(num_processes: int | None, process_id: int | None) -> Startup:

@@ -1,0 +1,66 @@
+"""What the options of other launchers are called here: torchrun's, DeepSpeed's, accelerate's, mpirun's, srun's."""
+
+_PROCESSES = "--processes N, on each host"
+_HOSTS = "--hostfile FILE with a line `host slots=N` per host, or --print slurm|mpi|k8s --hosts N"
+_COORDINATOR = "--coordinator HOST:PORT, if the default (the first host, a free port) does not do"
+_FIRST = "--first-process INDEX and --total-processes N, where each host is given a launch of its own"
+_LOGS = "--logs FOLDER"
+_LEAVE_OUT = "leave it out: "
+_MODULE = "a module is started by a command: zero2jax launch --processes N python -m MODULE ARGS"
+
+OTHER_OPTIONS = {
+    "--nproc-per-node": _PROCESSES,
+    "--num-gpus": _PROCESSES,
+    "--num-processes": "--processes N, on each host (not of all hosts together)",
+    "-np": _PROCESSES,
+    "-n": _PROCESSES,
+    "--ntasks": _PROCESSES,
+    "--ntasks-per-node": _PROCESSES,
+    "--nnodes": _HOSTS,
+    "--num-nodes": _HOSTS,
+    "--num-machines": _HOSTS,
+    "--nodes": _HOSTS,
+    "--launcher": _HOSTS,
+    "--force-multi": _HOSTS,
+    "-H": "--hostfile FILE",
+    "--host": "--hostfile FILE",
+    "-i": "--include HOST[:SLOT,...]",
+    "-e": "--exclude HOST[:SLOT,...]",
+    "--node-rank": _FIRST,
+    "--machine-rank": _FIRST,
+    "--master-addr": _COORDINATOR,
+    "--master-port": _COORDINATOR,
+    "--main-process-ip": _COORDINATOR,
+    "--main-process-port": _COORDINATOR,
+    "--rdzv-endpoint": _COORDINATOR,
+    "--rdzv-backend": _LEAVE_OUT + "processes meet at the coordinator",
+    "--rdzv-id": _LEAVE_OUT + "each start has a token of its own",
+    "--rdzv-conf": "initialization_timeout_s= of init_distributed",
+    "--standalone": _LEAVE_OUT + "without a hostfile all processes are on this host",
+    "--log-dir": _LOGS,
+    "--redirects": _LOGS,
+    "-r": _LOGS,
+    "--tee": _LOGS,
+    "-t": _LOGS,
+    "--enable-each-rank-log": _LOGS,
+    "--output-filename": _LOGS,
+    "-m": _MODULE,
+    "--module": _MODULE,
+    "--no-python": _LEAVE_OUT + "what does not end in .py is started as it is",
+    "--run-path": _LEAVE_OUT + "what does not end in .py is started as it is",
+    "--no-local-rank": _LEAVE_OUT + "scripts get no --local_rank",
+    "--no-ssh": _FIRST,
+    "--ssh-port": "Port in ~/.ssh/config",
+    "--launcher-args": "put them into what --print writes",
+    "--autotuning": "zero2jax plan --search",
+    "--elastic-training": "--max-restarts N, which starts anew with what is left",
+    "--use-deepspeed": _LEAVE_OUT + "the script reads the file: zero2jax.initialize(config=...)",
+    "--deepspeed": "it belongs to the script, after its name",
+    "--deepspeed-config": "it belongs to the script, after its name",
+    "--mixed-precision": "bf16 in the JSON file, or Precision(...)",
+    "--multi-gpu": _LEAVE_OUT + "GPUs are used if there are any",
+    "--cpu": "--platform cpu",
+    "--gpu-ids": "CUDA_VISIBLE_DEVICES",
+    "-x": "set the variable before the command: every process gets this environment",
+    "--export": "set the variable before the command: every process gets this environment",
+}
