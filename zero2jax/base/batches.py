@@ -113,9 +113,9 @@ def global_batch(
 ) -> PyTree:
     """One global array per leaf, sharded over the data axis, from the rows that each process has loaded.
 
-    No communication. Every process must pass the same number of rows, and the same number of batches. A process cannot see that another
-    has fewer, and would wait for it in the next step. Give `batch_size`, and an uneven last batch is refused; take as
-    many batches as the process with the fewest has, or draw them by `BatchOrder`.
+    No communication. Every process must pass the same number of rows, and the same number of batches. A process cannot
+    see that another has fewer, and would wait for it in the next step. Give `batch_size`, and an uneven last batch is
+    refused; take as many batches as the process with the fewest has, or draw them by `BatchOrder`.
 
     Args:
       local_batch: pytree of arrays (rows of this process, ...); row i is row `local_rows(...)[i]` of the global batch.
