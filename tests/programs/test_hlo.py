@@ -4,6 +4,7 @@
 import pytest
 
 from zero2jax.programs import hlo
+from zero2jax.programs.groups import axis_groups, axis_names, replica_groups
 
 # Shortened from what XLA prints for GPUs: tuples in tuples, async pairs, a host buffer, a loop with a trip count.
 TEXT = """\
@@ -101,13 +102,13 @@ def test_bytes_on_the_wire_are_those_of_a_ring(module):
     ],
 )
 def test_replica_groups(text, groups):
-    assert hlo.replica_groups(text) == groups
+    assert replica_groups(text) == groups
 
 
 def test_axes_of_groups():
     shape = {"data": 4, "one": 1, "model": 2}
-    groups = lambda *axes: hlo.axis_groups([4, 2], list(axes))
-    assert hlo.axis_names(groups(0), shape) == ("data",)
-    assert hlo.axis_names(groups(1), shape) == ("model",)
-    assert hlo.axis_names(groups(0, 1), shape) == ("data", "model")
-    assert hlo.axis_names(((0, 3), (1, 2)), shape) == ()
+    groups = lambda *axes: axis_groups([4, 2], list(axes))
+    assert axis_names(groups(0), shape) == ("data",)
+    assert axis_names(groups(1), shape) == ("model",)
+    assert axis_names(groups(0, 1), shape) == ("data", "model")
+    assert axis_names(((0, 3), (1, 2)), shape) == ()

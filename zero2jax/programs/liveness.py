@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from zero2jax.programs.buffers import Buffers, Value, buffers_of, element, without_buffers
 from zero2jax.programs.formulas import CLASSES, GRADIENTS, OTHER, PARAMETERS
 from zero2jax.programs.hlo import (
+    Around,
     Collective,
     Instruction,
     Module,
@@ -165,7 +166,7 @@ class _Reading:
             else:
                 # A start's type repeats its operands and adds context; what it makes is what its done returns.
                 self._make(event, done[i.name].type if i.name in done else i.type)
-                event.collective = make_collective(i, types, 1, ()) if collective_kind(i) else None
+                event.collective = make_collective(i, types, Around()) if collective_kind(i) else None
             values[i.name] = event.value
             events.append(event)
             root = event.value if i.is_root else root
