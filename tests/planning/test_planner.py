@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from plan_program import FP32, GPUS, LAYERS, WIDTH, N, P, needs_compiler, program
+from plan_program import FP32, GPUS, LAYERS, WIDTH, N, P, needs_compiler, products_of, program
+from plan_program import __file__ as program_file
 
 import zero2jax
 from zero2jax.cli.main import main
@@ -104,6 +105,49 @@ def test_rates_give_exposed_bytes():
     wire = sum(c.wire_bytes * c.trips for c in report.audit.collectives)
     assert report.timeline.exposed_s == pytest.approx(wire / 1e8)
     assert "across hosts" in str(report)
+
+
+RATES = dataclasses.replace(
+    TARGETS["cpu"], peak_flops=8e9, tf32_flops=4e9, in_node_bytes_per_s=1e9, across_bytes_per_s=1e9
+)
+# forward, and for each layer but the first one both gradients; a device has 2 of 16 rows
+PRODUCT_FLOPS = (3 * LAYERS - 1) * 2 * (16 // N) * WIDTH * WIDTH
+
+
+@pytest.mark.parametrize(
+    ("dtype", "xla_name", "flops_per_s"), [("bfloat16", "bf16", 8e9), ("float32", "f32", 4e9)]
+)
+def test_products_count_at_the_rate_of_the_dtype_that_they_are_in(dtype, xla_name, flops_per_s):
+    p = products_of(dtype)
+    report = zero2jax.plan(p.loss_fn, p.params, p.batch, tx=p.tx, axes={"data": N}, target=RATES)
+    found = json.loads(json.dumps(report.as_dict()))
+    assert (found["compute_dtype"], found["flops_by_dtype"]) == ("bfloat16", {xla_name: PRODUCT_FLOPS})
+    assert found["compute_s"] == pytest.approx(PRODUCT_FLOPS / flops_per_s)
+    assert f"100% in {xla_name}" in str(report)
+    notes = [
+        note for note in report.notes if "of the matrix products are fp32 though compute is bfloat16" in note
+    ]
+    if dtype == "bfloat16":
+        assert not notes
+        assert found["first_widened"] is None
+        return
+    (note,) = notes
+    lines = Path(program_file).read_text().splitlines()
+    line = 1 + next(n for n, text in enumerate(lines) if text.endswith("x = jnp.tanh(x @ w)"))
+    assert note.startswith(
+        "100% of the matrix products are fp32 though compute is bfloat16 (about 0.004 in place of 0.008"
+    )
+    assert re.search(rf"first jit\(step\)/.*dot_general of f32 x bf16, .*plan_program\.py:{line}$", note)
+    assert found["widened_flops"] == PRODUCT_FLOPS
+    assert found["first_widened"]["source"].endswith(f"plan_program.py:{line}")
+
+
+def test_fp32_is_no_surprise_where_compute_is_fp32():
+    p = products_of("float32")
+    report = zero2jax.plan(p.loss_fn, p.params, p.batch, tx=p.tx, config=FP32, axes={"data": N}, target=RATES)
+    assert report.timeline.flops_by_dtype == {"f32": PRODUCT_FLOPS}
+    assert report.widened_flops == 0
+    assert not any("though compute is" in note for note in report.notes)
 
 
 def test_tensor_parallel_bytes_are_those_of_one_model_shard():
@@ -211,6 +255,21 @@ def test_estimate_command(capsys):
     assert "states of 14.42e9 parameters fill 32 GB at stage 2" in capsys.readouterr().out
     assert main(["estimate", "7.5e9", "--shards", "0"]) == 2
     assert "counts must be positive" in capsys.readouterr().err
+
+
+@needs_compiler
+@pytest.mark.cuda_compiler
+def test_fp32_products_cost_twice_those_of_bf16_on_an_h100():
+    seconds = {}
+    for dtype, xla_name in (("bfloat16", "bf16"), ("float32", "f32")):
+        p = products_of(dtype, batch=1024)
+        report = zero2jax.plan(p.loss_fn, p.params, p.batch, tx=p.tx, axes={"data": N}, target="h100-80gb")
+        assert report.timeline.flops_by_dtype == {xla_name: 1024 // 16 * PRODUCT_FLOPS}
+        assert any("are fp32 though compute is bfloat16" in note for note in report.notes) == (
+            xla_name == "f32"
+        )
+        seconds[dtype] = report.compute_s
+    assert seconds["float32"] == pytest.approx(2 * seconds["bfloat16"])
 
 
 @needs_compiler

@@ -7,6 +7,7 @@ program; the formulas of the ZeRO paper stand beside them.
 
 import dataclasses
 import math
+import os
 import time
 import warnings
 from collections.abc import Mapping
@@ -33,6 +34,8 @@ from zero2jax.programs.hlo import Collective
 from zero2jax.programs.liveness import walk
 from zero2jax.programs.overlap import Rates, simulate
 from zero2jax.zero.gradients import GradientSettings
+
+_WORDS = {"f32": "fp32", "f64": "fp64"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,8 +215,14 @@ def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanRepor
     rate = lambda c: target.bytes_per_s(c.kind, read.across(c))
     needed = [rate(c) for c in read.collectives]
     rates_known = target.peak_flops is not None and None not in needed
-    rates = Rates(target.peak_flops or math.inf, lambda c: rate(c) or math.inf)
-    return PlanReport(
+    rates = Rates(
+        flops=target.peak_flops or math.inf,
+        bytes_per_s=lambda c: rate(c) or math.inf,
+        product_flops=lambda p: target.product_flops(p.dtype, p.precision) or math.inf,
+    )
+    # The CPU's compiler converts 16-bit operands to fp32 before it multiplies.
+    on_cpu = engine.mesh.devices.flat[0].platform == "cpu"
+    report = PlanReport(
         target=target,
         axes=dict(settings.axes),
         jax_version=jax.__version__,
@@ -221,16 +230,19 @@ def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanRepor
         num_microbatches=engine.num_microbatches,
         batch_size=step.program.batch_size,
         num_params=sum(math.prod(x.shape) for x in layout.params.leaves),
+        compute_dtype=jnp.dtype(engine.precision.compute_dtype).name,
         memory_fraction=settings.memory_fraction,
         usable_bytes=target.usable_bytes(settings.memory_fraction) or _local_limit(target, engine.mesh),
         by_class=class_rows(lifetimes, class_formulas(layout, of_gradients, engine.mesh)),
         audit=read,
         lifetimes=lifetimes,
-        timeline=simulate(read.module, rates),
+        timeline=simulate(read.module, rates, as_before_conversion=on_cpu),
         rates_known=rates_known,
         compile_s=compile_s,
-        notes=(*step.notes, *_limits(step, lifetimes.peak.total_bytes, read.memory.total_bytes)),
+        notes=(),
     )
+    limits = _limits(step, lifetimes.peak.total_bytes, read.memory.total_bytes)
+    return dataclasses.replace(report, notes=(*step.notes, *_widened(report), *limits))
 
 
 def _argument_class(name: str) -> str:
@@ -243,6 +255,32 @@ def _local_limit(target: Target, mesh: Mesh) -> int | None:
     """What the allocator of the devices here may take, where it says so."""
     stats = mesh.devices.flat[0].memory_stats() if target.name == "local" else None
     return stats.get("bytes_limit") if stats else None
+
+
+def _widened(report: PlanReport) -> list[str]:
+    """What to know where products are wider than the compute dtype; nothing below half a percent of them."""
+    first, share = report.first_widened, report.widened_flops / max(report.timeline.flops, 1.0)
+    if first is None or share < 0.005:
+        return []
+    narrow, wide = (
+        report.target.product_flops("bf16"),
+        report.target.product_flops(first.dtype, first.precision),
+    )
+    rates = f" (about {wide / 1e12:.3g} in place of {narrow / 1e12:.3g} TFLOP/s)" if narrow and wide else ""
+    operands = " x ".join(first.operand_dtypes)
+    where = f"{first.op_name or 'unnamed'} of {operands}" + (
+        f", {_shortened(first.source)}" if first.source else ""
+    )
+    return [
+        f"{share:.0%} of the matrix products are {_WORDS.get(first.dtype, first.dtype)} though compute is "
+        f"{report.compute_dtype}{rates}: give layers dtype={report.compute_dtype} (nnx.Embed, too), and cast inputs; "
+        f"first {where}"
+    ]
+
+
+def _shortened(source: str) -> str:
+    """A source line below the current directory without that directory's name."""
+    return source.removeprefix(f"{os.getcwd()}/")
 
 
 def _limits(step: PreparedPlan, live_bytes: int, total_bytes: int) -> list[str]:
@@ -265,8 +303,9 @@ def _limits(step: PreparedPlan, live_bytes: int, total_bytes: int) -> list[str]:
         )
         notes.append(
             "exposed: what the schedule waits for if only matrix products take time, at "
-            f"{(target.peak_flops or 0) / 1e12:.0f} TFLOP/s, {(target.in_node_bytes_per_s or 0) / 1e9:.0f} GB/s in "
-            f"node and {(target.across_bytes_per_s or 0) / 1e9:.0f} GB/s across hosts per device"
+            f"{(target.peak_flops or 0) / 1e12:.0f} TFLOP/s in 16 bits and "
+            f"{(target.product_flops('f32') or 0) / 1e12:.0f} in fp32, {(target.in_node_bytes_per_s or 0) / 1e9:.0f} "
+            f"GB/s in node and {(target.across_bytes_per_s or 0) / 1e9:.0f} GB/s across hosts per device"
         )
     elif target.name != "local" or step.engine.mesh.devices.flat[0].platform == "cpu":
         notes.append(

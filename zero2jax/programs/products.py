@@ -57,6 +57,11 @@ class Product:
         return self.flops * self.trips
 
     @property
+    def is_wide(self) -> bool:
+        """Whether it multiplies in more than 16 bits."""
+        return item_bytes(self.dtype) > 2
+
+    @property
     def promotes(self) -> bool:
         """Whether one operand was converted to the wider dtype of the other."""
         return len(set(self.operand_dtypes)) > 1
@@ -132,8 +137,12 @@ class Products:
             yield computation, i.operands[0], element
         elif i.opcode == "get-tuple-element":
             yield computation, i.operands[0], i.index
-        elif i.opcode == "tuple":
+        elif i.opcode == "tuple" or (
+            i.opcode in ("all-gather", "all-gather-start") and element < len(i.operands)
+        ):
             yield computation, i.operands[element], 0
+        elif i.opcode == "all-gather-done":
+            yield computation, i.operands[0], element
         elif i.opcode in ("fusion", "call") and i.called:
             root = next((x for x in self.module.instructions(i.called[0]) if x.is_root), None)
             if root is not None:
