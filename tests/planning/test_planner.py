@@ -137,7 +137,7 @@ def test_products_count_at_the_rate_of_the_dtype_that_they_are_in(dtype, xla_nam
     assert note.startswith(
         "100% of the matrix products are fp32 though compute is bfloat16 (about 0.004 in place of 0.008"
     )
-    assert re.search(rf"first jit\(step\)/.*dot_general of f32 x bf16, .*plan_program\.py:{line}$", note)
+    assert re.search(rf"The first: jit\(step\)/.*dot_general of f32 x bf16, .*plan_program\.py:{line}$", note)
     assert found["widened_flops"] == PRODUCT_FLOPS
     assert found["first_widened"]["source"].endswith(f"plan_program.py:{line}")
 
@@ -194,6 +194,25 @@ def test_command_prints_json(capsys, tmp_path):
     assert found["axes"] == {"data": 8}
 
 
+def test_command_sets_arguments_of_the_program_and_keys_of_the_configuration(capsys):
+    command = ["plan", "plan_program:program", "--axes", "data=8", "--target", "local", "--json"]
+    assert main([*command, "--set", "program.num_examples=32", "--set", "gradient_accumulation_steps=2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["batch_size"], found["num_microbatches"], found["stage"]) == (32, 2, 2)
+
+
+def test_command_says_whose_optimizer_is_planned(capsys, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(FP32 | {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}))
+    command = ["plan_program:program", "--axes", "data=8", "--target", "local", "--config", str(path)]
+    said = "optimizer: the configuration's 'lion' in place of the program's tx. zero2jax.initialize(tx=...) does the"
+    for more in (["plan"], ["plan", "--search", "--vary", "gradient_accumulation_steps=1"]):
+        assert main([more[0], *command, *more[1:]]) == 0
+        assert said in capsys.readouterr().out
+    assert main(["activations", *command, "--policies", "dots"]) == 0
+    assert said in capsys.readouterr().out
+
+
 def test_command_simulates_as_many_devices_as_the_axes_need():
     command = "-m zero2jax plan plan_program:program --axes data=16 --target cpu --json"
     done = subprocess.run(
@@ -232,6 +251,24 @@ def test_command_prints_the_table_and_draws_the_picture(capsys, tmp_path):
         (["plan_program:program", "--target", "h300"], "there is no target 'h300'. There are v100-32gb"),
         (["plan_program:program", "--axes", "data=5"], "cutting a batch of 16 examples over 5 devices"),
         (["plan_program:program", "--axes", "data=64"], "it needs 64 devices"),
+        (
+            ["plan_program:program", "--axes", "data=64"],
+            "there are 8. Choose the target that is meant: --target h100-80gb for instance",
+        ),
+        (
+            ["plan_program:program", "--axes", "data=64", "--search"],
+            "Choose the target that is meant: --target",
+        ),
+        (
+            ["plan_program:program", "--set", "program.batch"],
+            "reading --set 'program.batch': write KEY=VALUE",
+        ),
+        (
+            ["plan_program:program", "--set", "program.batch=32"],
+            "'program' has no argument of that name. It has num_",
+        ),
+        (["plan_program:program", "--set", "zero_optimization.stage=5"], "zero_optimization.stage"),
+        (["plan_program:program", "--set", "zero_optimisation.stage=3"], "zero_optimisation"),
         (["plan_program:program", "--vary", "a=1"], "--vary is for --search"),
         (["plan_program:program", "--search", "--png", "x.png"], "--png draws one plan"),
         (

@@ -48,6 +48,7 @@ class Program:
       batch: shapes of a global batch, of all devices and microbatches of one step.
       tx: optax transformation; None takes the `optimizer` block of the configuration.
       param_specs: PartitionSpecs for mesh axes other than the data axis.
+      notes: what reports about it should say.
     """
 
     loss_fn: LossFn
@@ -55,6 +56,7 @@ class Program:
     batch: PyTree
     tx: optax.GradientTransformation | None = None
     param_specs: PyTree | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def batch_size(self) -> int:
@@ -63,8 +65,14 @@ class Program:
 
     def for_config(self, config: Source | None) -> "Program":
         """This program with the optimizer of a configuration that has one, instead of its own."""
-        has_one = config is not None and read_config(config).optimizer is not None
-        return dataclasses.replace(self, tx=None) if has_one else self
+        optimizer = read_config(config).optimizer if config is not None else None
+        if optimizer is None or self.tx is None:
+            return self
+        note = (
+            f"optimizer: the configuration's {optimizer.type!r} in place of the program's tx. "
+            f"zero2jax.initialize(tx=...) does the contrary: it takes the tx given"
+        )
+        return dataclasses.replace(self, tx=None, notes=(*self.notes, note))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +187,8 @@ def prepare_plan(program: Program, config: Source | None, settings: PlanSettings
             f"in fp16 or fp32 there (the `fp16` block, or neither block, of the configuration)."
         )
     check_batch(program.batch, engine.num_batch_shards, engine.num_microbatches, engine.batch_size)
-    return PreparedPlan(program, settings, engine, tuple(dict.fromkeys(str(w.message) for w in caught)))
+    notes = dict.fromkeys([*program.notes, *(str(w.message) for w in caught)])
+    return PreparedPlan(program, settings, engine, tuple(notes))
 
 
 def lower_plan(prepared: PreparedPlan) -> LoweredPlan:
@@ -273,8 +282,8 @@ def _widened(report: PlanReport) -> list[str]:
     )
     return [
         f"{share:.0%} of the matrix products are {_WORDS.get(first.dtype, first.dtype)} though compute is "
-        f"{report.compute_dtype}{rates}: give layers dtype={report.compute_dtype} (nnx.Embed, too), and cast inputs; "
-        f"first {where}"
+        f"{report.compute_dtype}{rates}. Where fp32 is not meant, give layers dtype={report.compute_dtype} (nnx.Embed, "
+        f"too) and cast inputs. The first: {where}"
     ]
 
 

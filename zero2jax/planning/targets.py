@@ -217,6 +217,14 @@ def target_mesh(target: Target, axes: Mapping[str, int], devices_per_host: int =
             f"positive number. Say how many devices you mean, data=8 for instance."
         )
     if target.name == "local":
+        num_devices = math.prod(sizes.values())
+        if num_devices > len(jax.devices()):
+            axes_text = " x ".join(f"{name} {size}" for name, size in sizes.items())
+            raise ValueError(
+                f"planning {axes_text} for target 'local', the devices here: it needs {num_devices} devices, and there "
+                f"are {len(jax.devices())}. Choose the target that is meant: --target h100-80gb for instance "
+                f'(target="h100-80gb" in Python), or cpu for simulated devices. There are {_names()}.'
+            )
         return make_mesh(devices=None, **sizes)
     if target.gpu is None:
         return make_mesh(devices=jax.devices("cpu"), **sizes)
