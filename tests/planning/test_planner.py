@@ -85,6 +85,21 @@ def test_json_has_the_promised_keys_and_plain_values():
     assert found["flops"] > 0
 
 
+def test_the_largest_tensors_at_the_peak_are_named():
+    report = make_plan(num_examples=4096)  # batches of 32 KiB on each device, layers of 1 KiB
+    largest = report.lifetimes.largest_at_peak[0]
+    assert (largest.class_name, largest.num_bytes % (4096 // N * WIDTH * 4)) == (
+        "activations and temporaries",
+        0,
+    )
+    assert re.search(r"largest at peak +tensor +class +computed by +in\n", str(report))
+    assert re.search(
+        rf"f32\[.*512,{WIDTH}\] +activations and temporaries .* tests/plan_program.py:\d+\n", str(report)
+    )
+    assert report.as_dict()["largest_at_peak"][0]["op_name"] == largest.op_name
+    assert any(note.startswith("at peak: what lives at the one moment") for note in report.notes)
+
+
 def test_a_model_too_large_is_reported():
     small = dataclasses.replace(TARGETS["cpu"], memory_bytes=1000)
     report = make_plan(target=small, memory_fraction=0.5)

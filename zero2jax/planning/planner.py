@@ -7,7 +7,6 @@ program; the formulas of the ZeRO paper stand beside them.
 
 import dataclasses
 import math
-import os
 import time
 import warnings
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ from zero2jax.base.tables import readable_bytes
 from zero2jax.config.initialize import initialize
 from zero2jax.config.reading import Source, read_config
 from zero2jax.engine import Engine
-from zero2jax.planning.report import PlanReport, class_rows
+from zero2jax.planning.report import PlanReport, class_rows, shortened
 from zero2jax.planning.targets import DEVICES_PER_HOST, MEMORY_FRACTION, Target, get_target, target_mesh
 from zero2jax.programs.audit import audit
 from zero2jax.programs.formulas import MASTER, OPTIMIZER, OTHER, class_formulas
@@ -278,7 +277,7 @@ def _widened(report: PlanReport) -> list[str]:
     rates = f" (about {wide / 1e12:.3g} in place of {narrow / 1e12:.3g} TFLOP/s)" if narrow and wide else ""
     operands = " x ".join(first.operand_dtypes)
     where = f"{first.op_name or 'unnamed'} of {operands}" + (
-        f", {_shortened(first.source)}" if first.source else ""
+        f", {shortened(first.source)}" if first.source else ""
     )
     return [
         f"{share:.0%} of the matrix products are {_WORDS.get(first.dtype, first.dtype)} though compute is "
@@ -287,17 +286,15 @@ def _widened(report: PlanReport) -> list[str]:
     ]
 
 
-def _shortened(source: str) -> str:
-    """A source line below the current directory without that directory's name."""
-    return source.removeprefix(f"{os.getcwd()}/")
-
-
 def _limits(step: PreparedPlan, live_bytes: int, total_bytes: int) -> list[str]:
     """What the compiler does not know, or does not say, about these figures."""
     target, fraction = step.settings.target, step.settings.memory_fraction
     off = live_bytes / total_bytes - 1 if total_bytes else 0.0
     notes = [
-        f"classes at peak: live bytes of the schedule, {off:+.1%} of the compiler's allocation; the latter fits or not"
+        f"classes at peak: live bytes of the schedule, {off:+.1%} of the compiler's allocation; the latter fits or not",
+        "at peak: what lives at the one moment when most does. A class is below its formula where part of it is not "
+        "made yet or gone by then (parameters of layers that are done), and above it where copies in another dtype or "
+        "layout live beside it",
     ]
     if target.memory_bytes is not None:
         left = readable_bytes(target.memory_bytes - (target.usable_bytes(fraction) or 0))

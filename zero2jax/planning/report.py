@@ -164,6 +164,7 @@ class PlanReport:
             "by_class": {row.name: dataclasses.asdict(row) for row in self.by_class},
             "live_peak_bytes": self.lifetimes.peak.total_bytes,
             "live_peak_at": self.lifetimes.peak.name,
+            "largest_at_peak": [dataclasses.asdict(tensor) for tensor in self.lifetimes.largest_at_peak],
             "compiler_memory": dataclasses.asdict(self.audit.memory),
             "collectives": [
                 dataclasses.asdict(row) | {"exposed_bytes": exposed[row]} for row in self.collectives
@@ -190,7 +191,8 @@ class PlanReport:
             f"{self.num_microbatches} microbatch(es), {axes} on {self.target.name}, jax {self.jax_version}, "
             f"compiled in {self.compile_s:.0f} s"
         )
-        parts = [title, self._verdict(), "", *self._memory_lines(), "", *self._collective_lines(), ""]
+        parts = [title, self._verdict(), "", *self._memory_lines(), "", *self._largest_lines()]
+        parts += [*self._collective_lines(), ""]
         return "\n".join([*parts, *(f"- {note}" for note in self.notes)])
 
     __str__ = table
@@ -230,6 +232,17 @@ class PlanReport:
         total = (readable_bytes(self.rest_bytes), readable_bytes(self.total_bytes))
         rows.append(("total", *total, "-", "the compiler's allocation"))
         return aligned(rows, right=(1, 2, 3))
+
+    def _largest_lines(self) -> list[str]:
+        rows = [("largest at peak", "tensor", "class", "computed by", "in")]
+        for t in self.lifetimes.largest_at_peak:
+            kind = f"{t.dtype}[{','.join(map(str, t.shape))}]"
+            kind = f"{t.count} x {kind}" if t.count > 1 else kind
+            operation = t.op_name.removeprefix("jit(step)/").removeprefix("shard_map/")
+            operation = operation if len(operation) <= 60 else f"...{operation[-57:]}"
+            source = shortened(t.source)
+            rows.append((readable_bytes(t.num_bytes), kind, t.class_name, operation or "-", source or "-"))
+        return [*aligned(rows, right=(0,)), ""] if len(rows) > 1 else []
 
     def _collective_lines(self) -> list[str]:
         rows = [("collective", "axis", "where", "runs", "bytes per step", "exposed")]
@@ -277,6 +290,11 @@ class PlanReport:
             share = 1 - overlap.exposed_s / overlap.seconds if overlap.seconds else 1.0
             values |= {"seconds": overlap.seconds, "exposed_s": overlap.exposed_s, "hidden_share": share}
         return values
+
+
+def shortened(source: str) -> str:
+    """A source line without the current directory, if it is below that."""
+    return source.removeprefix(f"{Path.cwd()}/")
 
 
 def _count(num_params: int) -> str:
