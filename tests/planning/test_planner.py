@@ -100,6 +100,47 @@ def test_the_largest_tensors_at_the_peak_are_named():
     assert any(note.startswith("at peak: what lives at the one moment") for note in report.notes)
 
 
+def used_twice(penalty):
+    """An embedding tied to the output; with a penalty every parameter is used once more, the layers as a stack."""
+
+    def loss(params, tokens):
+        x = params["embed"][tokens]
+        x, _ = jax.lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None)), x, params["layers"])
+        out = x @ (params["embed"].T if penalty is not None else params["out"])
+        squares = sum(jnp.sum(w.astype(jnp.float32) ** 2) for w in jax.tree.leaves(params))
+        return jnp.mean(out**2) + (1e-3 * squares if penalty else 0)
+
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+    params = {"embed": shape(56, WIDTH), "layers": shape(LAYERS, WIDTH, WIDTH)}
+    params |= {"out": shape(WIDTH, 56)} if penalty is None else {}
+    return loss, params, jax.ShapeDtypeStruct((16,), jnp.int32)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "penalty", "named"),
+    [(3, None, None), (3, False, "embed"), (3, True, "embed, layers"), (2, False, None), (2, True, None)],
+)
+def test_a_parameter_that_stage_3_reduces_at_every_use_is_named(stage, penalty, named, num_microbatches):
+    config = {
+        "zero_optimization": {"stage": stage},
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": num_microbatches,
+    }
+    loss, *shapes = used_twice(penalty)
+    report = zero2jax.plan(loss, *shapes, tx=optax.sgd(0.1), config=config, axes={"data": N}, target="cpu")
+    notes = [
+        note for note in report.notes if "stage 3 reduces the gradient of a parameter at each place" in note
+    ]
+    assert len(notes) == (named is not None)
+    if named:
+        assert f"(by their size: {named})" in notes[0]
+        embed, layers = 56 * WIDTH, LAYERS * WIDTH * WIDTH
+        reduced = by_kind(report)["reduce-scatter"] / 4
+        assert reduced > embed + layers
+        assert notes[0].startswith(f"reduced {reduced / num_microbatches / (embed + layers):.2f} times: ")
+
+
 def test_a_model_too_large_is_reported():
     small = dataclasses.replace(TARGETS["cpu"], memory_bytes=1000)
     report = make_plan(target=small, memory_fraction=0.5)

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,12 @@ from zero2jax.config.reading import Source, read_config
 from zero2jax.engine import Engine
 from zero2jax.planning.report import PlanReport, class_rows, shortened
 from zero2jax.planning.targets import DEVICES_PER_HOST, MEMORY_FRACTION, Target, get_target, target_mesh
-from zero2jax.programs.audit import audit
+from zero2jax.programs.audit import Audit, audit
 from zero2jax.programs.formulas import MASTER, OPTIMIZER, OTHER, class_formulas
 from zero2jax.programs.hlo import Collective
 from zero2jax.programs.liveness import walk
 from zero2jax.programs.overlap import Rates, simulate
+from zero2jax.programs.reductions import repeated_reductions
 from zero2jax.zero.gradients import GradientSettings
 
 _WORDS = {"f32": "fp32", "f64": "fp64"}
@@ -250,7 +251,8 @@ def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanRepor
         notes=(),
     )
     limits = _limits(step, lifetimes.peak.total_bytes, read.memory.total_bytes)
-    return dataclasses.replace(report, notes=(*step.notes, *_widened(report), *limits))
+    notes = (*step.notes, *_widened(report), *_reduced_again(step, read, over_data), *limits)
+    return dataclasses.replace(report, notes=notes)
 
 
 def _argument_class(name: str) -> str:
@@ -283,6 +285,26 @@ def _widened(report: PlanReport) -> list[str]:
         f"{share:.0%} of the matrix products are {_WORDS.get(first.dtype, first.dtype)} though compute is "
         f"{report.compute_dtype}{rates}. Where fp32 is not meant, give layers dtype={report.compute_dtype} (nnx.Embed, "
         f"too) and cast inputs. The first: {where}"
+    ]
+
+
+def _reduced_again(step: PreparedPlan, read: Audit, over_data: Callable[[Collective], bool]) -> list[str]:
+    """Which parameters stage 3 reduces at several places of the loss, and how many elements that moves."""
+    engine = step.engine
+    if engine.stage < 3 or engine.axes.replica is not None:
+        return []
+    trained = zip(engine.layout.params.leaves, engine.layout.trainable, strict=True)
+    leaves = [leaf for leaf, is_trained in trained if is_trained]
+    scatters = [c for c in read.collectives if c.kind == "reduce-scatter" and over_data(c)]
+    repeated = repeated_reductions(scatters, leaves, engine.num_microbatches, engine.mesh)
+    if repeated is None:
+        return []
+    more = repeated.reduced_elements / max(repeated.expected_elements, 1)
+    named = f" (by their size: {', '.join(repeated.leaves[:4])})" if repeated.leaves else ""
+    return [
+        f"reduced {more:.2f} times: stage 3 reduces the gradient of a parameter at each place where the loss uses it, "
+        f"and some are used in several{named}. Stage 2 adds them up first; a penalty on parameters costs nothing in "
+        f"the optimizer (optax.add_decayed_weights)"
     ]
 
 

@@ -205,6 +205,7 @@ class Collective:
       kind: one of `KINDS`.
       num_bytes: bytes of the full value, on one device, each time it runs.
       trips: how often it runs per step (product of the trip counts of the loops around it).
+      operands: the arrays that it takes.
       trips_known: whether that is so; a loop whose count depends on data counts once, and `trips` is a lower bound.
       loops: the loop bodies around it, outermost first; empty outside of loops.
       group_size: number of devices that take part.
@@ -223,6 +224,7 @@ class Collective:
     groups: tuple[tuple[int, ...], ...] = ()
     is_async: bool = False
     op_name: str = ""
+    operands: tuple[Array, ...] = ()
     trips_known: bool = True
 
     @property
@@ -330,6 +332,7 @@ def make_collective(instruction: Instruction, types: Mapping[str, Type], around:
         num_bytes=num_bytes,
         trips=around.trips,
         trips_known=around.known,
+        operands=tuple(a for o in instruction.operands if o in types for a in arrays(types[o])),
         loops=around.loops,
         group_size=max((len(g) for g in groups), default=1),
         name=instruction.name,
