@@ -227,8 +227,10 @@ ENTRY %main (p: bf16[256]) -> f32[4,256] {{
 """
 
 
-def test_a_stack_is_named_after_what_a_loop_writes_into_it():
-    stack = lifetimes(STACK).largest_at_peak[0]
+@pytest.mark.parametrize("written", ["%layer", "%x"])  # what this iteration makes, or what it was given
+def test_a_stack_is_named_after_what_a_loop_writes_into_it(written):
+    text = STACK.replace("fusion(%stack, %i, %layer)", f"fusion(%stack, %i, {written})")
+    stack = lifetimes(text).largest_at_peak[0]
     assert (stack.shape, stack.op_name) == ((4, 256), "jit(step)/layer")
 
 

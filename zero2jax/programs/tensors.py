@@ -5,7 +5,13 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from zero2jax.programs.hlo import Array, Instruction, Module
 
-_MOVES = frozenset(("bitcast", "reshape", "copy", "convert", "transpose", "broadcast", "get-tuple-element"))
+_MOVES = frozenset(
+    ("bitcast", "reshape", "copy", "convert", "transpose", "broadcast", "get-tuple-element")
+) | {
+    "dynamic-update-slice",
+    "fusion-done",
+}
+_NOTHING = ("constant", "parameter", "while")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,43 +80,53 @@ def maker(module: Module, i: Instruction, output: int, inside: Mapping[str, Inst
       inside: the instructions of its computation by name.
     """
     for x in _back(module, i, output, inside):
-        i = x if x.op_name else i
+        i = x if x.op_name and x.opcode != "get-tuple-element" else i
     return i
 
 
 def _back(
     module: Module, i: Instruction, output: int, inside: Mapping[str, Instruction]
 ) -> Iterator[Instruction]:
-    """What an instruction takes its output from, step by step; a constant or an argument has computed nothing."""
-    while i.opcode in _MOVES or i.opcode == "dynamic-update-slice":
-        before = inside.get(i.operands[1 if i.opcode == "dynamic-update-slice" else 0])
-        if before is None or before.opcode in ("constant", "parameter", "while"):
+    """What an instruction takes its output from, step by step; an argument and a constant have computed nothing."""
+    seen: set[str] = set()
+    while i.opcode in _MOVES and i.name not in seen:
+        seen.add(i.name)
+        before = _before(i, inside)
+        if before is None:
             return
         output = i.index if i.opcode == "get-tuple-element" else 0
         i = before
         yield i
-    if i.opcode.startswith("fusion") and i.called:
-        fused = {x.name: x for x in module.instructions(i.called[0])}
-        root = _output(fused, output)
-        if root is None:
-            return
-        if root.opcode not in _MOVES and root.opcode != "dynamic-update-slice":
-            yield root
-            return
-        last = root
-        for x in _back(module, root, 0, fused):
-            yield x
-            last = x
-        given = (
-            fused.get(last.operands[1 if last.opcode == "dynamic-update-slice" else 0])
-            if last.operands
-            else None
-        )
-        if given is not None and given.opcode == "parameter":  # moved here, computed before
-            outside = inside.get(i.operands[int(given.argument)])
-            if outside is not None and outside.opcode not in ("constant", "parameter", "while"):
-                yield outside
-                yield from _back(module, outside, 0, inside)
+    if not i.opcode.startswith("fusion") or not i.called:
+        return
+    fused = {x.name: x for x in module.instructions(i.called[0])}
+    root = _output(fused, output)
+    if root is None:
+        return
+    steps = [root, *_back(module, root, 0, fused)]
+    yield from steps
+    last = steps[-1]
+    given = fused.get(last.operands[_moved(last)]) if last.opcode in _MOVES and last.operands else None
+    outside = (
+        None if given is None or given.opcode != "parameter" else inside.get(i.operands[int(given.argument)])
+    )
+    if outside is not None and outside.opcode not in _NOTHING:  # moved here, computed before
+        yield outside
+        yield from _back(module, outside, 0, inside)
+
+
+def _before(i: Instruction, inside: Mapping[str, Instruction]) -> Instruction | None:
+    """What a move moves; of the state of a loop, what the iteration before has put there."""
+    before = inside.get(i.operands[_moved(i)])
+    if before is not None and before.opcode == "parameter" and i.opcode == "get-tuple-element":
+        root = next((x for x in inside.values() if x.is_root), None)
+        before = inside.get(root.operands[i.index]) if root is not None and root.opcode == "tuple" else None
+    return None if before is None or before.opcode in _NOTHING else before
+
+
+def _moved(i: Instruction) -> int:
+    """Which operand a move moves: a slice is written into the first one."""
+    return 1 if i.opcode == "dynamic-update-slice" else 0
 
 
 def _output(fused: Mapping[str, Instruction], output: int) -> Instruction | None:
