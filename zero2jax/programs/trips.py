@@ -53,7 +53,12 @@ def counted_trips(module: "Module", around: str, loop: "Instruction") -> int | N
         goes_on = integers.value(loop.condition, condition_root.name, scope)
         if not goes_on:
             return None if goes_on is None else trips
-        state = _known({n: integers.value(loop.body, body_root.operands[n], scope) for n in state})
+        before, state = (
+            state,
+            _known({n: integers.value(loop.body, body_root.operands[n], scope) for n in state}),
+        )
+        if state == before:  # for ever
+            return None
     return None
 
 
