@@ -32,5 +32,18 @@ def program(num_examples=16):
     )
 
 
+def products_of(dtype="bfloat16", batch=16):
+    """A stack of unrolled layers that compute in the dtype of their input, whatever the parameters are cast to."""
+
+    def loss(params, batch):
+        x = batch.astype(dtype)
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return x.astype(jnp.float32).mean()
+
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+    return zero2jax.Program(loss, [shape(WIDTH, WIDTH)] * LAYERS, shape(batch, WIDTH), optax.adam(1e-2))
+
+
 def not_a_program():
     return 3

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from plan_program import FP32, GPUS, LAYERS, WIDTH, N, P, needs_compiler, program
+from plan_program import FP32, GPUS, LAYERS, WIDTH, N, P, needs_compiler, products_of, program
+from plan_program import __file__ as program_file
 
 import zero2jax
 from zero2jax.cli.main import main
@@ -84,6 +85,62 @@ def test_json_has_the_promised_keys_and_plain_values():
     assert found["flops"] > 0
 
 
+def test_the_largest_tensors_at_the_peak_are_named():
+    report = make_plan(num_examples=4096)  # batches of 32 KiB on each device, layers of 1 KiB
+    largest = report.lifetimes.largest_at_peak[0]
+    assert (largest.class_name, largest.num_bytes % (4096 // N * WIDTH * 4)) == (
+        "activations and temporaries",
+        0,
+    )
+    assert re.search(r"largest at peak +tensor +class +computed by +in\n", str(report))
+    assert re.search(
+        rf"f32\[.*512,{WIDTH}\] +activations and temporaries .* tests/plan_program.py:\d+\n", str(report)
+    )
+    assert report.as_dict()["largest_at_peak"][0]["op_name"] == largest.op_name
+    assert any(note.startswith("at peak: what lives at the one moment") for note in report.notes)
+
+
+def used_twice(penalty):
+    """An embedding tied to the output; with a penalty every parameter is used once more, the layers as a stack."""
+
+    def loss(params, tokens):
+        x = params["embed"][tokens]
+        x, _ = jax.lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None)), x, params["layers"])
+        out = x @ (params["embed"].T if penalty is not None else params["out"])
+        squares = sum(jnp.sum(w.astype(jnp.float32) ** 2) for w in jax.tree.leaves(params))
+        return jnp.mean(out**2) + (1e-3 * squares if penalty else 0)
+
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+    params = {"embed": shape(56, WIDTH), "layers": shape(LAYERS, WIDTH, WIDTH)}
+    params |= {"out": shape(WIDTH, 56)} if penalty is None else {}
+    return loss, params, jax.ShapeDtypeStruct((16,), jnp.int32)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "penalty", "named"),
+    [(3, None, None), (3, False, "embed"), (3, True, "embed, layers"), (2, False, None), (2, True, None)],
+)
+def test_a_parameter_that_stage_3_reduces_at_every_use_is_named(stage, penalty, named, num_microbatches):
+    config = {
+        "zero_optimization": {"stage": stage},
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": num_microbatches,
+    }
+    loss, *shapes = used_twice(penalty)
+    report = zero2jax.plan(loss, *shapes, tx=optax.sgd(0.1), config=config, axes={"data": N}, target="cpu")
+    notes = [
+        note for note in report.notes if "stage 3 reduces the gradient of a parameter at each place" in note
+    ]
+    assert len(notes) == (named is not None)
+    if named:
+        assert f"(by their size: {named})" in notes[0]
+        embed, layers = 56 * WIDTH, LAYERS * WIDTH * WIDTH
+        reduced = by_kind(report)["reduce-scatter"] / 4
+        assert reduced > embed + layers
+        assert notes[0].startswith(f"reduced {reduced / num_microbatches / (embed + layers):.2f} times: ")
+
+
 def test_a_model_too_large_is_reported():
     small = dataclasses.replace(TARGETS["cpu"], memory_bytes=1000)
     report = make_plan(target=small, memory_fraction=0.5)
@@ -104,6 +161,49 @@ def test_rates_give_exposed_bytes():
     wire = sum(c.wire_bytes * c.trips for c in report.audit.collectives)
     assert report.timeline.exposed_s == pytest.approx(wire / 1e8)
     assert "across hosts" in str(report)
+
+
+RATES = dataclasses.replace(
+    TARGETS["cpu"], peak_flops=8e9, tf32_flops=4e9, in_node_bytes_per_s=1e9, across_bytes_per_s=1e9
+)
+# forward, and for each layer but the first one both gradients; a device has 2 of 16 rows
+PRODUCT_FLOPS = (3 * LAYERS - 1) * 2 * (16 // N) * WIDTH * WIDTH
+
+
+@pytest.mark.parametrize(
+    ("dtype", "xla_name", "flops_per_s"), [("bfloat16", "bf16", 8e9), ("float32", "f32", 4e9)]
+)
+def test_products_count_at_the_rate_of_the_dtype_that_they_are_in(dtype, xla_name, flops_per_s):
+    p = products_of(dtype)
+    report = zero2jax.plan(p.loss_fn, p.params, p.batch, tx=p.tx, axes={"data": N}, target=RATES)
+    found = json.loads(json.dumps(report.as_dict()))
+    assert (found["compute_dtype"], found["flops_by_dtype"]) == ("bfloat16", {xla_name: PRODUCT_FLOPS})
+    assert found["compute_s"] == pytest.approx(PRODUCT_FLOPS / flops_per_s)
+    assert f"100% in {xla_name}" in str(report)
+    notes = [
+        note for note in report.notes if "of the matrix products are fp32 though compute is bfloat16" in note
+    ]
+    if dtype == "bfloat16":
+        assert not notes
+        assert found["first_widened"] is None
+        return
+    (note,) = notes
+    lines = Path(program_file).read_text().splitlines()
+    line = 1 + next(n for n, text in enumerate(lines) if text.endswith("x = jnp.tanh(x @ w)"))
+    assert note.startswith(
+        "100% of the matrix products are fp32 though compute is bfloat16 (about 0.004 in place of 0.008"
+    )
+    assert re.search(rf"The first: jit\(step\)/.*dot_general of f32 x bf16, .*plan_program\.py:{line}$", note)
+    assert found["widened_flops"] == PRODUCT_FLOPS
+    assert found["first_widened"]["source"].endswith(f"plan_program.py:{line}")
+
+
+def test_fp32_is_no_surprise_where_compute_is_fp32():
+    p = products_of("float32")
+    report = zero2jax.plan(p.loss_fn, p.params, p.batch, tx=p.tx, config=FP32, axes={"data": N}, target=RATES)
+    assert report.timeline.flops_by_dtype == {"f32": PRODUCT_FLOPS}
+    assert report.widened_flops == 0
+    assert not any("though compute is" in note for note in report.notes)
 
 
 def test_tensor_parallel_bytes_are_those_of_one_model_shard():
@@ -150,6 +250,25 @@ def test_command_prints_json(capsys, tmp_path):
     assert found["axes"] == {"data": 8}
 
 
+def test_command_sets_arguments_of_the_program_and_keys_of_the_configuration(capsys):
+    command = ["plan", "plan_program:program", "--axes", "data=8", "--target", "local", "--json"]
+    assert main([*command, "--set", "program.num_examples=32", "--set", "gradient_accumulation_steps=2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["batch_size"], found["num_microbatches"], found["stage"]) == (32, 2, 2)
+
+
+def test_command_says_whose_optimizer_is_planned(capsys, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(FP32 | {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}))
+    command = ["plan_program:program", "--axes", "data=8", "--target", "local", "--config", str(path)]
+    said = "optimizer: the configuration's 'lion' in place of the program's tx. zero2jax.initialize(tx=...) does the"
+    for more in (["plan"], ["plan", "--search", "--vary", "gradient_accumulation_steps=1"]):
+        assert main([more[0], *command, *more[1:]]) == 0
+        assert said in capsys.readouterr().out
+    assert main(["activations", *command, "--policies", "dots"]) == 0
+    assert said in capsys.readouterr().out
+
+
 def test_command_simulates_as_many_devices_as_the_axes_need():
     command = "-m zero2jax plan plan_program:program --axes data=16 --target cpu --json"
     done = subprocess.run(
@@ -188,6 +307,24 @@ def test_command_prints_the_table_and_draws_the_picture(capsys, tmp_path):
         (["plan_program:program", "--target", "h300"], "there is no target 'h300'. There are v100-32gb"),
         (["plan_program:program", "--axes", "data=5"], "cutting a batch of 16 examples over 5 devices"),
         (["plan_program:program", "--axes", "data=64"], "it needs 64 devices"),
+        (
+            ["plan_program:program", "--axes", "data=64"],
+            "there are 8. Choose the target that is meant: --target h100-80gb for instance",
+        ),
+        (
+            ["plan_program:program", "--axes", "data=64", "--search"],
+            "Choose the target that is meant: --target",
+        ),
+        (
+            ["plan_program:program", "--set", "program.batch"],
+            "reading --set 'program.batch': write KEY=VALUE",
+        ),
+        (
+            ["plan_program:program", "--set", "program.batch=32"],
+            "'program' has no argument of that name. It has num_",
+        ),
+        (["plan_program:program", "--set", "zero_optimization.stage=5"], "zero_optimization.stage"),
+        (["plan_program:program", "--set", "zero_optimisation.stage=3"], "zero_optimisation"),
         (["plan_program:program", "--vary", "a=1"], "--vary is for --search"),
         (["plan_program:program", "--search", "--png", "x.png"], "--png draws one plan"),
         (
@@ -211,6 +348,21 @@ def test_estimate_command(capsys):
     assert "states of 14.42e9 parameters fill 32 GB at stage 2" in capsys.readouterr().out
     assert main(["estimate", "7.5e9", "--shards", "0"]) == 2
     assert "counts must be positive" in capsys.readouterr().err
+
+
+@needs_compiler
+@pytest.mark.cuda_compiler
+def test_fp32_products_cost_twice_those_of_bf16_on_an_h100():
+    seconds = {}
+    for dtype, xla_name in (("bfloat16", "bf16"), ("float32", "f32")):
+        p = products_of(dtype, batch=1024)
+        report = zero2jax.plan(p.loss_fn, p.params, p.batch, tx=p.tx, axes={"data": N}, target="h100-80gb")
+        assert report.timeline.flops_by_dtype == {xla_name: 1024 // 16 * PRODUCT_FLOPS}
+        assert any("are fp32 though compute is bfloat16" in note for note in report.notes) == (
+            xla_name == "f32"
+        )
+        seconds[dtype] = report.compute_s
+    assert seconds["float32"] == pytest.approx(2 * seconds["bfloat16"])
 
 
 @needs_compiler

@@ -46,6 +46,19 @@ def test_policies_trade_bytes_for_products():
     assert [row["policy"] for row in rows] == ["nothing", "dots", "everything", "save_qkv"]
 
 
+def test_policies_refused_for_one_reason_share_a_line():
+    settings = PlanSettings({"data": DEVICES}, get_target("cpu"))
+    table = tabulate_policies(
+        program, None, settings, ("save_qkv", "dots", "save_projections", "offload_projections")
+    )
+    text = str(table)
+    assert text.count("there is none of that name") == 1
+    assert "- refused: save_qkv, save_projections, offload_projections: applying a remat policy to" in text
+    assert [row.split()[-1] for row in text.splitlines()[1:5] if "dots" not in row] == ["refused"] * 3
+    # as data each has its own
+    assert all("there is none" in row.refused for row in table.rows if row.policy != "dots")
+
+
 def test_the_command_names_an_unknown_policy(capsys):
     arguments = ["activations", "module:function", "--axes", "data=2", "--target", "cpu"]
     assert cli.main([*arguments, "--policies", "nothng"]) == 2

@@ -3,9 +3,13 @@
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
-from plan_program import FP32, LAYERS, WIDTH, N, program
+from plan_program import FP32, LAYERS, WIDTH, N, loss_fn, program
 
+import zero2jax
 from zero2jax.cli import plan as plan_command
 from zero2jax.cli.main import main
 from zero2jax.planning.planner import PlanSettings
@@ -81,6 +85,53 @@ def test_arguments_of_the_program_can_be_varied():
     assert [c.report.batch_size for c in report.candidates] == [8, 16]
     state = 3 * 4 * LAYERS * WIDTH * WIDTH // N
     assert all(c.report.rest_bytes > state for c in report.candidates)
+
+
+def test_steps_of_different_sizes_are_compared_per_example():
+    """A larger batch takes longer for a step, and on a slow link less time per example: parameters move once a step."""
+    report = search_plans(program, FP32, settings(), {"program.num_examples": [16, 256]})
+    small, large = report.candidates
+    assert large.seconds > small.seconds
+    assert large.examples_per_s > 8 * small.examples_per_s
+    assert large.examples_per_s == pytest.approx(256 / large.seconds)
+    assert report.cheapest is large
+    # less memory, or less communication per example: each has its use
+    assert report.frontier == (small, large)
+    assert f"({large.examples_per_s:,.4g} examples/s at most)" in str(report)
+    found = json.loads(json.dumps(report.as_dict()))
+    assert found["cheapest"] == {"program.num_examples": 256}
+    assert [row["examples_per_s"] for row in found["candidates"]] == [
+        small.examples_per_s,
+        large.examples_per_s,
+    ]
+
+
+@pytest.mark.parametrize("argument", ["num_layers", "width"])  # of the parameters; of the examples, too
+def test_different_models_have_no_cheapest_and_a_frontier_each(argument):
+    def make(num_examples=16, num_layers=LAYERS, width=WIDTH):
+        shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+        params = {"w": shape(num_layers, width, width)}
+        return zero2jax.Program(loss_fn, params, shape(num_examples, width), optax.adam(1e-2))
+
+    vary = {f"program.{argument}": [16, 32], STAGE: [1, 3]}
+    report = search_plans(make, FP32, settings(), vary)
+    assert report.num_models == 2
+    assert report.cheapest is None
+    # the larger model is beaten in everything by the smaller one, and is no worse a setting for that
+    sizes = {c.varied[f"program.{argument}"] for c in report.frontier}
+    assert sizes == {16, 32}
+    assert "no cheapest: the settings train 2 different models" in str(report)
+    assert json.loads(json.dumps(report.as_dict()))["cheapest"] is None
+
+
+def test_command_with_a_value_set(capsys):
+    command = ["plan", "plan_program:program", "--axes", "data=8", "--target", "local", "--search", "--json"]
+    assert main([*command, "--set", "program.num_examples=64", "--set", f"{STAGE}=3"]) == 0
+    rows = json.loads(capsys.readouterr().out)["candidates"]
+    assert [(row["report"]["stage"], row["report"]["batch_size"]) for row in rows] == [(3, 64)] * 3
+    assert [row["varied"] for row in rows] == [{MICROBATCHES: k} for k in (1, 2, 4)]
+    assert main([*command, "--set", f"{STAGE}=3", "--vary", f"{STAGE}=1,2"]) == 2
+    assert "a value is either set or varied" in capsys.readouterr().err
 
 
 def test_command(capsys):

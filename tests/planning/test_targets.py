@@ -36,6 +36,29 @@ def test_rates_by_kind_and_distance():
     assert h200.bytes_per_s("all-gather", True) == h200.across_bytes_per_s < h200.in_node_bytes_per_s
 
 
+@pytest.mark.parametrize(
+    ("name", "half", "tf32", "fp32"),  # dense TFLOP/s of NVIDIA's data sheets
+    [
+        ("v100-32gb", 125, 15.7, 15.7),  # no TF32
+        ("a100-80gb", 312, 156, 19.5),
+        ("h100-80gb", 989, 494.7, 66.9),
+        ("h200", 989, 494.7, 66.9),
+        ("b200", 2250, 1125, 75),
+    ],
+)
+def test_rates_by_dtype_are_08_of_the_data_sheets(name, half, tf32, fp32):
+    target = TARGETS[name]
+    rates = [target.product_flops(*of) for of in (("bf16",), ("f32",), ("f32", "highest"), ("f64",))]
+    assert rates == pytest.approx([0.8e12 * x for x in (half, tf32, fp32, fp32 / 2)], rel=0.01)
+    assert target.product_flops("f8e4m3fn") == target.product_flops("f16") == target.peak_flops
+
+
+def test_a_target_of_ones_own_needs_one_rate():
+    own = dataclasses.replace(TARGETS["cpu"], peak_flops=1e12)
+    assert own.product_flops("f32") == own.product_flops("bf16") == 1e12
+    assert TARGETS["cpu"].product_flops("f32") is TARGETS["cpu"].product_flops("f64") is None
+
+
 def test_unknown_target():
     with pytest.raises(ValueError, match=r"there is no target 'h300'\. There are v100-32gb, .*, local, cpu"):
         get_target("h300")

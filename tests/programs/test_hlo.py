@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (lines of a program's text)
-"""Reading a compiled program's text: types, attributes, groups; and the text of both jax versions for GPUs."""
+"""Reading a compiled program's text: types, attributes, collectives; and the text of both jax versions for GPUs."""
 
 import pytest
 
@@ -88,26 +88,38 @@ def test_bytes_on_the_wire_are_those_of_a_ring(module):
     assert reduce.wire_bytes == 2 * 32 * 3 / 4
 
 
-@pytest.mark.parametrize(
-    ("text", "groups"),
-    [
-        ("replica_groups={{0,1},{2,3}}, dimensions={0}", ((0, 1), (2, 3))),
-        ("replica_groups=[2,2]<=[4]", ((0, 1), (2, 3))),
-        ("replica_groups=[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
-        ("replica_groups=mesh['data'=2,'model'=2] {'data'}, x", ((0, 2), (1, 3))),
-        ("replica_groups=mesh['data'=2,'model'=2] {'data','model'}, x", ((0, 1, 2, 3),)),
-        ("source_target_pairs={{0,1},{1,0}}", ((0, 1), (1, 0))),
-        ("dimensions={0}", ()),
-    ],
-)
-def test_replica_groups(text, groups):
-    assert hlo.replica_groups(text) == groups
+FRAMES = """\
+HloModule jit_step, is_scheduled=true
+
+FileNames
+1 "/site-packages/flax/linear.py"
+2 "/home/me/model.py"
+
+FunctionNames
+1 "Linear.__call__"
+2 "loss"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=300 end_line=300 column=8 end_column=9}
+2 {file_name_id=2 function_name_id=2 line=12 end_line=12 column=8 end_column=9}
+
+StackFrames
+1 {file_location_id=2 parent_frame_id=1}
+2 {file_location_id=1 parent_frame_id=2}
 
 
-def test_axes_of_groups():
-    shape = {"data": 4, "one": 1, "model": 2}
-    groups = lambda *axes: hlo.axis_groups([4, 2], list(axes))
-    assert hlo.axis_names(groups(0), shape) == ("data",)
-    assert hlo.axis_names(groups(1), shape) == ("model",)
-    assert hlo.axis_names(groups(0, 1), shape) == ("data", "model")
-    assert hlo.axis_names(((0, 3), (1, 2)), shape) == ()
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %y = f32[8]{0} negate(%x), metadata={op_name="jit(step)/neg" stack_frame_id=2}
+  ROOT %z = f32[8]{0} negate(%y), metadata={op_name="jit(step)/neg"}
+}
+"""
+
+
+def test_sources_are_lines_of_the_users_own_where_there_are_some():
+    module = hlo.parse(FRAMES)
+    x, y, z = module.instructions("main")
+    assert module.source(y) == "/home/me/model.py:12"
+    assert module.source(x) == module.source(z) == ""
+    installed = hlo.parse(FRAMES.replace("/home/me/model.py", "/site-packages/optax/sgd.py"))
+    assert installed.source(installed.instructions("main")[1]) == "/site-packages/flax/linear.py:300"

@@ -1,5 +1,7 @@
 """Live bytes of programs whose buffers are known by construction, and of compiled steps."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -152,6 +154,84 @@ def test_host_buffers_are_counted_apart():
     found = lifetimes(STRAIGHT.replace("%p = f32[100]{0}", "%p = f32[100]{0:S(5)}"))
     assert found.host_bytes == 400
     assert found.rest_by_class[MASTER] == 0
+
+
+def test_what_takes_most_at_the_peak_is_named_with_its_operation_and_class():
+    text = LOOP.replace(
+        'custom_call_target="backward"', 'custom_call_target="b", metadata={op_name="jit(step)/dot"}'
+    )
+    found = lifetimes(text)
+    named = [(t.num_bytes, t.dtype, t.shape, t.class_name, t.op_name) for t in found.largest_at_peak]
+    assert named == [
+        # gradients: the stack written into in each iteration, named after what is written; then what a layer makes
+        (4000, "f32", (10, 100), GRADIENTS, ""),
+        (3200, "f32", (800,), GRADIENTS, "jit(step)/dot"),
+        (2000, "f32", (500,), OTHER, ""),
+        (400, "f32", (100,), GRADIENTS, ""),
+    ]
+    assert sum(t.num_bytes for t in found.largest_at_peak) == found.peak.total_bytes - 800  # the argument
+
+
+def test_alike_tensors_are_one_line_and_come_with_the_source_line():
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)  # this line
+        return x.sum()
+
+    shapes = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4, jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+    text = jax.jit(jax.grad(loss)).lower(*shapes).compile().as_text()
+    found = walk(hlo.parse(text), lambda name: OTHER, lambda c: False)
+    lines = Path(__file__).read_text().splitlines()
+    line = 1 + next(n for n, text in enumerate(lines) if text.endswith("# this line"))
+    largest = found.largest_at_peak[0]
+    assert (largest.dtype, largest.shape, largest.num_bytes) == (
+        "f32",
+        (4096, 64),
+        4096 * 64 * 4 * largest.count,
+    )
+    assert largest.count >= 2  # of the four layers' activations
+    assert largest.op_name.endswith(("tanh", "dot_general"))
+    assert largest.source == f"{__file__}:{line}"
+
+
+STACK = f"""{HEAD}
+
+%write (old: f32[4,256], n: s32[], y: bf16[256]) -> f32[4,256] {{
+  %old = f32[4,256]{{1,0}} parameter(0)
+  %n = s32[] parameter(1)
+  %y = bf16[256]{{0}} parameter(2)
+  %wide = f32[256]{{0}} convert(%y)
+  %row = f32[1,256]{{1,0}} bitcast(%wide)
+  %zero = s32[] constant(0)
+  ROOT %dus = f32[4,256]{{1,0}} dynamic-update-slice(%old, %row, %n, %zero)
+}}
+
+%body (s: (s32[], f32[4,256], bf16[256])) -> (s32[], f32[4,256], bf16[256]) {{
+  %s = (s32[], f32[4,256]{{1,0}}, bf16[256]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %stack = f32[4,256]{{1,0}} get-tuple-element(%s), index=1
+  %x = bf16[256]{{0}} get-tuple-element(%s), index=2
+  %layer = bf16[256]{{0}} custom-call(%x), custom_call_target="layer", metadata={{op_name="jit(step)/layer"}}
+  %new = f32[4,256]{{1,0}} fusion(%stack, %i, %layer), kind=kLoop, calls=%write, metadata={{op_name="dus"}}
+  ROOT %t = (s32[], f32[4,256]{{1,0}}, bf16[256]{{0}}) tuple(%i, %new, %layer)
+}}
+
+ENTRY %main (p: bf16[256]) -> f32[4,256] {{
+  %p = bf16[256]{{0}} parameter(0)
+  %n0 = s32[] constant(0)
+  %zeros = f32[4,256]{{1,0}} broadcast(%n0), dimensions={{}}, metadata={{op_name="broadcast"}}
+  %init = (s32[], f32[4,256]{{1,0}}, bf16[256]{{0}}) tuple(%n0, %zeros, %p)
+  %w = (s32[], f32[4,256]{{1,0}}, bf16[256]{{0}}) while(%init), condition=%c, body=%body
+  ROOT %out = f32[4,256]{{1,0}} get-tuple-element(%w), index=1
+}}
+"""
+
+
+@pytest.mark.parametrize("written", ["%layer", "%x"])  # what this iteration makes, or what it was given
+def test_a_stack_is_named_after_what_a_loop_writes_into_it(written):
+    text = STACK.replace("fusion(%stack, %i, %layer)", f"fusion(%stack, %i, {written})")
+    stack = lifetimes(text).largest_at_peak[0]
+    assert (stack.shape, stack.op_name) == ((4, 256), "jit(step)/layer")
 
 
 def test_peak_of_a_compiled_step_is_near_the_compilers_allocation():

@@ -67,6 +67,23 @@ def test_two_collectives_in_flight_share_the_link_and_the_work():
     assert found.exposed_s == pytest.approx(1)  # 1 s of work for 2 s of the link
 
 
+def test_a_small_collective_behind_large_ones_waits_for_all_of_them():
+    """Two gathers of 1 s and a small one in flight, 0.5 s of work: 2.25 s on the link, of which 1.75 are waited for."""
+    small = "%h = (bf16[1,8]{1,0}, bf16[8,8]{1,0}) all-gather-start(%q), replica_groups={{0,1,2,3,4,5,6,7}}"
+    middle = (
+        START.replace("%g", "%f"),
+        "%q = bf16[1,8]{1,0} constant({...})",
+        f"{small}, dimensions={{0}}",
+        f"%p = f32[8,8]{{1,0}} {PRODUCT}",
+        "%e = bf16[8,8]{1,0} all-gather-done(%h)",
+        "%c = bf16[32,8]{1,0} all-gather-done(%f)",
+    )
+    found = simulate(program(*lines(*middle)), rates(2048, 448))
+    assert found.communication_s == pytest.approx(2.25)
+    assert found.exposed_s == pytest.approx(1.75)
+    assert [o.exposed_s for o in found.overlaps] == pytest.approx([0.5, 1, 0.25])
+
+
 def test_loops_multiply_and_their_bodies_are_walked():
     text = f"""{HEAD}
 %body (s: (f32[8,8])) -> (f32[8,8]) {{

@@ -4,11 +4,11 @@ Across processes a batch is one global array. `global_batch` makes it from what 
 
 `BatchOrder` says which examples come next, each process its part. The order of an epoch is a permutation made from
 seed and epoch; a batch is the next `batch_size` of it. Of these a process gets the rows that its devices hold along the
-data axis. So batch number k holds the same examples however many processes there are, and one number, `position`,
-resumes the order, on fewer processes, too.
+data axis. So batch number k holds the same examples however many processes there are, and `state`, the epoch and how
+many of its examples have been drawn, resumes the order: on fewer processes and in batches of another size, too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -163,27 +163,35 @@ def abstract_batch(batch: PyTree, mesh: Mesh, axis_name: AxisName) -> PyTree:
 class BatchOrder:
     """An endless iterator over arrays of example indices, those of this process in each global batch.
 
-    The `num_examples % batch_size` last examples of an epoch's order are left out; another epoch, another order.
+    The last examples of an epoch's order that fill no batch are left out; another epoch, another order.
+
+    Save `state`, plain values, and set it to continue. In batches of another size the order goes on at the next
+    example: none comes twice in an epoch, and only the last ones, fewer than a batch, are left out, wherever the
+    epoch was when the size changed. The next epoch begins at its first example.
 
     Args:
       num_examples: size of the data set. Its permutation is held, 8 bytes per example.
       batch_size: examples of a batch over all devices.
       mesh: device mesh; it says which rows of a batch belong to this process.
       seed: of the order.
-      position: how many batches have been drawn: 0 at first; set it to continue from a checkpoint.
+      position: how many batches of `batch_size` have been drawn; or what `state` can be set to.
       axis_name: mesh axis that batches are sharded over.
 
     Raises:
-      ValueError: the batch does not divide over the devices, or is larger than the data set.
+      ValueError: the batch does not divide over the devices, or is larger than the data set; a position that is none.
 
     Example:
       >>> import zero2jax
-      >>> order = BatchOrder(10, 4, zero2jax.make_mesh(data=1), seed=1)
+      >>> mesh = zero2jax.make_mesh(data=1)
+      >>> order = BatchOrder(10, 4, mesh, seed=1)
       >>> first, second, other_epoch = next(order), next(order), next(order)
       >>> len(set(first) | set(second)), order.position
       (8, 3)
       >>> order.position = 1
-      >>> bool((next(order) == second).all())
+      >>> order.state
+      {'epoch': 0, 'drawn': 4, 'num_examples': 10, 'seed': 1}
+      >>> smaller = BatchOrder(10, 2, mesh, seed=1, position=order.state)
+      >>> bool((next(smaller) == second[:2]).all())
       True
     """
 
@@ -194,7 +202,7 @@ class BatchOrder:
         mesh: Mesh,
         *,
         seed: int = 0,
-        position: int = 0,
+        position: int | Mapping[str, int] = 0,
         axis_name: str = DATA_AXIS,
     ):
         if not 0 < batch_size <= num_examples:
@@ -203,33 +211,108 @@ class BatchOrder:
                 f"of at least one example. Use a smaller batch, or more data."
             )
         self.num_examples, self.batch_size, self.seed = num_examples, batch_size, seed
-        self.position = _checked(position)
         self._rows = local_rows(batch_size, mesh, axis_name)
-        self._epoch = -1
+        self._order_of = -1  # the epoch that `_order` belongs to
         self._order = np.arange(0)
+        self._epoch, self._drawn = self._place(position)
 
     @property
     def batches_per_epoch(self) -> int:
         """Full batches in one pass over the data."""
         return self.num_examples // self.batch_size
 
+    @property
+    def state(self) -> dict[str, int]:
+        """Where the next batch begins: the epoch, how many of its examples have been drawn, and of which order.
+
+        Set it to a state that was saved; to `{"position": 10, "batch_size": 32}`, ten batches of 32; or to a plain
+        number, batches of this order's own size. The second form is for what was saved as a number of batches of
+        another size.
+
+        Raises:
+          ValueError: it is set to something else, or to the state of another data set or seed.
+        """
+        return self._state(self._epoch, self._drawn)
+
+    @state.setter
+    def state(self, state: int | Mapping[str, int]) -> None:
+        self._epoch, self._drawn = self._place(state)
+
+    @property
+    def position(self) -> int:
+        """How many batches of this size have been drawn. It means nothing to an order of another size: save `state`.
+
+        Raises:
+          ValueError: it is read where the batches drawn were of another size, and make no number of this one's.
+        """
+        batches, left_over = divmod(self._drawn, self.batch_size)
+        if left_over:
+            raise ValueError(
+                f"counting the batches drawn: {self._drawn} examples of epoch {self._epoch} were drawn in batches of "
+                f"another size, and make no number of batches of {self.batch_size}. Save `state` in place of "
+                f"`position`."
+            )
+        return self._epoch * self.batches_per_epoch + batches
+
+    @position.setter
+    def position(self, position: int | Mapping[str, int]) -> None:
+        self._epoch, self._drawn = self._place(position)
+
     def __iter__(self) -> Iterator[np.ndarray]:
         return self
 
     def __next__(self) -> np.ndarray:
-        epoch, batch = divmod(_checked(self.position), self.batches_per_epoch)
-        if epoch != self._epoch:
-            generator = np.random.default_rng((self.seed, epoch))
-            self._epoch, self._order = epoch, generator.permutation(self.num_examples)
-        self.position += 1
-        return self._order[batch * self.batch_size + self._rows]
+        if self._drawn + self.batch_size > self.num_examples:
+            self._epoch, self._drawn = self._epoch + 1, 0
+        if self._epoch != self._order_of:
+            rng = np.random.default_rng((self.seed, self._epoch))
+            self._order_of, self._order = self._epoch, rng.permutation(self.num_examples)
+        start, self._drawn = self._drawn, self._drawn + self.batch_size
+        return self._order[start + self._rows]
+
+    def _place(self, state: int | Mapping[str, int]) -> tuple[int, int]:
+        """(epoch, examples of it that have been drawn) of anything that `state` can be set to."""
+        if not isinstance(state, Mapping):
+            return self._after(_count(state, state), self.batch_size)
+        values = {name: _count(value, state) for name, value in state.items()}
+        if set(values) == {"position", "batch_size"} and 0 < values["batch_size"] <= self.num_examples:
+            return self._after(values["position"], values["batch_size"])
+        if (
+            set(values) != {"epoch", "drawn", "num_examples", "seed"}
+            or values["drawn"] > values["num_examples"]
+        ):
+            raise _no_place(state)
+        saved = values["num_examples"], values["seed"]
+        if saved != (self.num_examples, self.seed):
+            raise ValueError(
+                f"ordering examples from {dict(state)} on: it is a place in the order of {saved[0]} examples with "
+                f"seed {saved[1]}, and this is another order, of {self.num_examples} with seed {self.seed}. Use that "
+                f"data and seed; or begin an epoch of this order: set `state` to "
+                f"{self._state(values['epoch'] + 1, 0)}."
+            )
+        return values["epoch"], values["drawn"]
+
+    def _state(self, epoch: int, drawn: int) -> dict[str, int]:
+        return {"epoch": epoch, "drawn": drawn, "num_examples": self.num_examples, "seed": self.seed}
+
+    def _after(self, num_batches: int, batch_size: int) -> tuple[int, int]:
+        """The place behind a number of batches of some size."""
+        per_epoch = self.num_examples // batch_size
+        # Between two epochs the first one is not left yet: a smaller batch may still fit into its end.
+        epoch = max(num_batches - 1, 0) // per_epoch
+        return epoch, (num_batches - epoch * per_epoch) * batch_size
 
 
-def _checked(position: int) -> int:
-    number = np.asarray(position)
-    if number.ndim or not np.issubdtype(number.dtype, np.integer) or number < 0:
-        raise ValueError(
-            f"ordering examples from position {position!r} on: it is the number of batches that have been drawn, a "
-            f"whole number of at least 0. Set the `position` that was saved."
-        )
-    return int(number)
+def _count(value: Any, state: Any) -> int:
+    found = np.asarray(value)
+    if found.ndim or not np.issubdtype(found.dtype, np.integer) or found < 0:
+        raise _no_place(state)
+    return int(found)
+
+
+def _no_place(state: Any) -> ValueError:
+    return ValueError(
+        f"ordering examples from position {state!r} on: it must be a `state` that was saved; or "
+        f'{{"position": batches drawn, "batch_size": their size, at most the data set\'s}}; or the number of batches '
+        f"of this order's size that have been drawn, whole and at least 0."
+    )

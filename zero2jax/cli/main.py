@@ -20,8 +20,11 @@ from zero2jax.cli.check import print_report, problems
 from zero2jax.cli.info import environment_report, print_environment
 from zero2jax.cli.launch import launch, split_script
 from zero2jax.cli.plan import (
+    Chosen,
+    check_devices,
     load_function,
     parse_axes,
+    parse_set,
     parse_vary,
     run_activations,
     run_plan,
@@ -102,6 +105,7 @@ def plan(
     png: str | None = None,
     search: bool = False,
     vary: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = (),
+    set: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = (),
     devices_per_host: int = DEVICES_PER_HOST,
     memory_fraction: float = MEMORY_FRACTION,
     in_node_gb_per_s: float | None = None,
@@ -118,13 +122,14 @@ def plan(
         png: Write a picture of memory over the schedule there.
         search: Compile every stage and number of microbatches, and whatever --vary says; print the frontier.
         vary: For --search, KEY=VALUE,VALUE with key paths of the configuration or program.NAME for arguments.
+        set: KEY=VALUE, the same with one value, program.batch=32 for instance; with or without --search.
         devices_per_host: Devices of one host.
         memory_fraction: Part of a card that the program may use (XLA_CLIENT_MEM_FRACTION).
         in_node_gb_per_s: What one device can send to others of its host, instead of the target's figure.
         across_gb_per_s: What one device can send to other hosts, instead of the target's figure.
     """
     if vary and not search:
-        raise UsageError("--vary is for --search: add --search, or set the keys in the configuration.")
+        raise UsageError("--vary is for --search: add --search, or give one value with --set.")
     if png is not None and search:
         raise UsageError("--png draws one plan: leave out --search, and draw the setting that you choose.")
     sizes, varied = parse_axes(axes), parse_vary([item for items in vary for item in items])
@@ -135,11 +140,14 @@ def plan(
     except ValueError as error:
         raise UsageError(str(error)) from error
     set_up_jax(target, sizes)
-    function = load_function(program)
+    chosen_program = Chosen(
+        load_function(program), config, parse_set([item for items in set for item in items])
+    )
+    check_devices(settings)
     if search:
-        run_search(function, config, settings, varied, as_json=json)
+        run_search(chosen_program, settings, varied, as_json=json)
     else:
-        run_plan(function, config, settings, as_json=json, png=png)
+        run_plan(chosen_program, settings, as_json=json, png=png)
 
 
 def activations(
@@ -149,6 +157,7 @@ def activations(
     config: str | None = None,
     policies: tuple[str, ...] = (),
     json: bool = False,
+    set: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = (),
     devices_per_host: int = DEVICES_PER_HOST,
     memory_fraction: float = MEMORY_FRACTION,
 ) -> None:
@@ -161,6 +170,7 @@ def activations(
         config: DeepSpeed JSON; without one, stage 2 with bf16.
         policies: Words of zero2jax.remat_policy, or nested; all that need no names of your own, if absent.
         json: Print JSON.
+        set: KEY=VALUE with a key path of the configuration, or program.NAME for an argument of the function.
         devices_per_host: Devices of one host.
         memory_fraction: Part of a card that the program may use (XLA_CLIENT_MEM_FRACTION).
     """
@@ -173,7 +183,9 @@ def activations(
     except ValueError as error:
         raise UsageError(str(error)) from error
     set_up_jax(target, sizes)
-    run_activations(load_function(program), config, settings, policies, as_json=json)
+    chosen = Chosen(load_function(program), config, parse_set([item for items in set for item in items]))
+    check_devices(settings)
+    run_activations(chosen, settings, policies, as_json=json)
 
 
 def estimate(

@@ -5,6 +5,7 @@ devices as the axes need for target `cpu`.
 """
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -23,10 +24,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from zero2jax.base.mesh import DATA_AXIS, REPLICA_AXIS
 from zero2jax.base.names import nearest
 from zero2jax.cli.usage import UsageError
-from zero2jax.config.reading import Source
+from zero2jax.config.reading import DEFAULT_CONFIG, Source, read_config
 from zero2jax.planning.planner import PlanSettings, Program, compile_plan, lower_plan, prepare_plan
 from zero2jax.planning.policy_table import POLICIES, tabulate_policies
-from zero2jax.planning.search import MICROBATCHES, STAGE, search_plans
+from zero2jax.planning.search import MICROBATCHES, PROGRAM, STAGE, config_with, search_plans
+from zero2jax.planning.targets import target_mesh
 
 
 def parse_axes(axes: str) -> dict[str, int]:
@@ -50,6 +52,20 @@ def parse_vary(vary: Sequence[str]) -> dict[str, list[Any]]:
             )
         varied[name] = [_json_or_text(value) for value in values.split(",")]
     return varied
+
+
+def parse_set(items: Sequence[str]) -> dict[str, Any]:
+    """`["program.batch=32"]` as `{"program.batch": 32}`; a value is read as JSON, or is text."""
+    values = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        if not equals or not name or not value:
+            raise UsageError(
+                f"reading --set {item!r}: write KEY=VALUE with a key path of the configuration or program.NAME, as in "
+                f"program.batch=32."
+            )
+        values[name] = _json_or_text(value)
+    return values
 
 
 def set_up_jax(target: str, axes: Mapping[str, int]) -> None:
@@ -104,7 +120,7 @@ def call_program(function: Callable[..., Program], **arguments: Any) -> Program:
     unknown = [name for name in arguments if name not in parameters and not takes_any]
     if unknown:
         raise UsageError(
-            f"varying program.{unknown[0]}: the function {function.__name__!r} has no argument of that name. It has "
+            f"setting program.{unknown[0]}: the function {function.__name__!r} has no argument of that name. It has "
             f"{', '.join(parameters) or 'none'}."
         )
     program = function(**arguments)
@@ -116,20 +132,49 @@ def call_program(function: Callable[..., Program], **arguments: Any) -> Program:
     return program
 
 
-def run_plan(
-    function: Callable[..., Program],
-    config: Source | None,
-    settings: PlanSettings,
-    *,
-    as_json: bool,
-    png: str | None,
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """What a command line chooses to plan: a function, a configuration, and values that replace some of either.
+
+    Attributes:
+      function: makes the program.
+      config: as given; None for the default.
+      values: by key path of the configuration, or by `program.NAME`.
+    """
+
+    function: Callable[..., Program]
+    config: Source | None
+    values: Mapping[str, Any]
+
+    def program(self, **arguments: Any) -> Program:
+        """The program, with its own arguments before those chosen; the configuration's optimizer replaces its tx."""
+        chosen = {k.removeprefix(PROGRAM): v for k, v in self.values.items() if k.startswith(PROGRAM)}
+        program = call_program(self.function, **chosen | arguments)
+        return program.for_config(self.config_for(program))
+
+    def config_for(self, program: Program) -> Source | None:
+        """The configuration with the values chosen, for a program whose batch it must fit."""
+        if all(key.startswith(PROGRAM) for key in self.values):
+            return self.config
+        source = read_config(DEFAULT_CONFIG if self.config is None else self.config).source
+        return config_with(source, self.values, program)
+
+
+def check_devices(settings: PlanSettings) -> None:
+    """Raise a UsageError if the target has no such devices."""
+    try:
+        target_mesh(settings.target, settings.axes, settings.devices_per_host)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def run_plan(chosen: Chosen, settings: PlanSettings, *, as_json: bool, png: str | None) -> None:
     """Plan one program, and print the report; the picture goes to `png`."""
     if png is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--png needs matplotlib, which is not installed: pip install 'zero2jax[plan]'.")
-    program = call_program(function)
+    program = chosen.program()
     try:
-        prepared = prepare_plan(program.for_config(config), config, settings)
+        prepared = prepare_plan(program, chosen.config_for(program), settings)
     except ValueError as error:
         raise UsageError(str(error)) from error
     with Console(stderr=True).status(f"compiling for {settings.target.name}"):
@@ -150,33 +195,39 @@ def _progress(settings: PlanSettings) -> Iterator[Callable[[int, int], None]]:
 
 
 def run_search(
-    function: Callable[..., Program],
-    config: Source | None,
+    chosen: Chosen,
     settings: PlanSettings,
     vary: Mapping[str, Sequence[Any]],
     *,
     as_json: bool,
 ) -> None:
     """Plan every combination of settings, and print the frontier and the cheapest that fits."""
-    make = lambda **arguments: call_program(function, **arguments).for_config(config)
+    program = chosen.program()
+    fixed = [name for name in vary if name in chosen.values]
+    if fixed:
+        raise UsageError(
+            f"--set {fixed[0]} and --vary {fixed[0]}: a value is either set or varied. Drop one."
+        )
+    bounds = {
+        name: values for name, values in _bounds(program, settings).items() if name not in chosen.values
+    }
     with _progress(settings) as advance:
-        all_varied = _bounds(make(), settings) | dict(vary)
-        search = search_plans(make, config, settings, all_varied, advance=advance)
+        config = chosen.config_for(program)
+        search = search_plans(chosen.program, config, settings, bounds | dict(vary), advance=advance)
     print(json.dumps(search.as_dict(), indent=2) if as_json else search)
 
 
 def run_activations(
-    function: Callable[..., Program],
-    config: Source | None,
+    chosen: Chosen,
     settings: PlanSettings,
     policies: Sequence[str],
     *,
     as_json: bool,
 ) -> None:
     """Compile the program under each remat policy, and print the table."""
-    make = lambda **arguments: call_program(function, **arguments).for_config(config)
+    config = chosen.config_for(chosen.program())
     with _progress(settings) as advance:
-        table = tabulate_policies(make, config, settings, policies or POLICIES, advance=advance)
+        table = tabulate_policies(chosen.program, config, settings, policies or POLICIES, advance=advance)
     print(json.dumps(table.as_dict(), indent=2) if as_json else table)
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +25,17 @@ from zero2jax.base.tables import readable_bytes
 from zero2jax.config.initialize import initialize
 from zero2jax.config.reading import Source, read_config
 from zero2jax.engine import Engine
-from zero2jax.planning.report import PlanReport, class_rows
+from zero2jax.planning.report import PlanReport, class_rows, shortened
 from zero2jax.planning.targets import DEVICES_PER_HOST, MEMORY_FRACTION, Target, get_target, target_mesh
-from zero2jax.programs.audit import audit
+from zero2jax.programs.audit import Audit, audit
 from zero2jax.programs.formulas import MASTER, OPTIMIZER, OTHER, class_formulas
 from zero2jax.programs.hlo import Collective
 from zero2jax.programs.liveness import walk
 from zero2jax.programs.overlap import Rates, simulate
+from zero2jax.programs.reductions import repeated_reductions
 from zero2jax.zero.gradients import GradientSettings
+
+_WORDS = {"f32": "fp32", "f64": "fp64"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Program:
       batch: shapes of a global batch, of all devices and microbatches of one step.
       tx: optax transformation; None takes the `optimizer` block of the configuration.
       param_specs: PartitionSpecs for mesh axes other than the data axis.
+      notes: what reports about it should say.
     """
 
     loss_fn: LossFn
@@ -52,6 +56,7 @@ class Program:
     batch: PyTree
     tx: optax.GradientTransformation | None = None
     param_specs: PyTree | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def batch_size(self) -> int:
@@ -60,8 +65,14 @@ class Program:
 
     def for_config(self, config: Source | None) -> "Program":
         """This program with the optimizer of a configuration that has one, instead of its own."""
-        has_one = config is not None and read_config(config).optimizer is not None
-        return dataclasses.replace(self, tx=None) if has_one else self
+        optimizer = read_config(config).optimizer if config is not None else None
+        if optimizer is None or self.tx is None:
+            return self
+        note = (
+            f"optimizer: the configuration's {optimizer.type!r} in place of the program's tx. "
+            f"zero2jax.initialize(tx=...) does the contrary: it takes the tx given"
+        )
+        return dataclasses.replace(self, tx=None, notes=(*self.notes, note))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +187,8 @@ def prepare_plan(program: Program, config: Source | None, settings: PlanSettings
             f"in fp16 or fp32 there (the `fp16` block, or neither block, of the configuration)."
         )
     check_batch(program.batch, engine.num_batch_shards, engine.num_microbatches, engine.batch_size)
-    return PreparedPlan(program, settings, engine, tuple(dict.fromkeys(str(w.message) for w in caught)))
+    notes = dict.fromkeys([*program.notes, *(str(w.message) for w in caught)])
+    return PreparedPlan(program, settings, engine, tuple(notes))
 
 
 def lower_plan(prepared: PreparedPlan) -> LoweredPlan:
@@ -212,8 +224,14 @@ def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanRepor
     rate = lambda c: target.bytes_per_s(c.kind, read.across(c))
     needed = [rate(c) for c in read.collectives]
     rates_known = target.peak_flops is not None and None not in needed
-    rates = Rates(target.peak_flops or math.inf, lambda c: rate(c) or math.inf)
-    return PlanReport(
+    rates = Rates(
+        flops=target.peak_flops or math.inf,
+        bytes_per_s=lambda c: rate(c) or math.inf,
+        product_flops=lambda p: target.product_flops(p.dtype, p.precision) or math.inf,
+    )
+    # The CPU's compiler converts 16-bit operands to fp32 before it multiplies.
+    on_cpu = engine.mesh.devices.flat[0].platform == "cpu"
+    report = PlanReport(
         target=target,
         axes=dict(settings.axes),
         jax_version=jax.__version__,
@@ -221,16 +239,20 @@ def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanRepor
         num_microbatches=engine.num_microbatches,
         batch_size=step.program.batch_size,
         num_params=sum(math.prod(x.shape) for x in layout.params.leaves),
+        compute_dtype=jnp.dtype(engine.precision.compute_dtype).name,
         memory_fraction=settings.memory_fraction,
         usable_bytes=target.usable_bytes(settings.memory_fraction) or _local_limit(target, engine.mesh),
         by_class=class_rows(lifetimes, class_formulas(layout, of_gradients, engine.mesh)),
         audit=read,
         lifetimes=lifetimes,
-        timeline=simulate(read.module, rates),
+        timeline=simulate(read.module, rates, as_before_conversion=on_cpu),
         rates_known=rates_known,
         compile_s=compile_s,
-        notes=(*step.notes, *_limits(step, lifetimes.peak.total_bytes, read.memory.total_bytes)),
+        notes=(),
     )
+    limits = _limits(step, lifetimes.peak.total_bytes, read.memory.total_bytes)
+    notes = (*step.notes, *_widened(report), *_reduced_again(step, read, over_data), *limits)
+    return dataclasses.replace(report, notes=notes)
 
 
 def _argument_class(name: str) -> str:
@@ -245,12 +267,56 @@ def _local_limit(target: Target, mesh: Mesh) -> int | None:
     return stats.get("bytes_limit") if stats else None
 
 
+def _widened(report: PlanReport) -> list[str]:
+    """What to know where products are wider than the compute dtype; nothing below half a percent of them."""
+    first, share = report.first_widened, report.widened_flops / max(report.timeline.flops, 1.0)
+    if first is None or share < 0.005:
+        return []
+    narrow, wide = (
+        report.target.product_flops("bf16"),
+        report.target.product_flops(first.dtype, first.precision),
+    )
+    rates = f" (about {wide / 1e12:.3g} in place of {narrow / 1e12:.3g} TFLOP/s)" if narrow and wide else ""
+    operands = " x ".join(first.operand_dtypes)
+    where = f"{first.op_name or 'unnamed'} of {operands}" + (
+        f", {shortened(first.source)}" if first.source else ""
+    )
+    return [
+        f"{share:.0%} of the matrix products are {_WORDS.get(first.dtype, first.dtype)} though compute is "
+        f"{report.compute_dtype}{rates}. Where fp32 is not meant, give layers dtype={report.compute_dtype} (nnx.Embed, "
+        f"too) and cast inputs. The first: {where}"
+    ]
+
+
+def _reduced_again(step: PreparedPlan, read: Audit, over_data: Callable[[Collective], bool]) -> list[str]:
+    """Which parameters stage 3 reduces at several places of the loss, and how many elements that moves."""
+    engine = step.engine
+    if engine.stage < 3 or engine.axes.replica is not None:
+        return []
+    trained = zip(engine.layout.params.leaves, engine.layout.trainable, strict=True)
+    leaves = [leaf for leaf, is_trained in trained if is_trained]
+    scatters = [c for c in read.collectives if c.kind == "reduce-scatter" and over_data(c)]
+    repeated = repeated_reductions(scatters, leaves, engine.num_microbatches, engine.mesh)
+    if repeated is None:
+        return []
+    more = repeated.reduced_elements / max(repeated.expected_elements, 1)
+    named = f" (by their size: {', '.join(repeated.leaves[:4])})" if repeated.leaves else ""
+    return [
+        f"reduced {more:.2f} times: stage 3 reduces the gradient of a parameter at each place where the loss uses it, "
+        f"and some are used in several{named}. Stage 2 adds them up first; a penalty on parameters costs nothing in "
+        f"the optimizer (optax.add_decayed_weights)"
+    ]
+
+
 def _limits(step: PreparedPlan, live_bytes: int, total_bytes: int) -> list[str]:
     """What the compiler does not know, or does not say, about these figures."""
     target, fraction = step.settings.target, step.settings.memory_fraction
     off = live_bytes / total_bytes - 1 if total_bytes else 0.0
     notes = [
-        f"classes at peak: live bytes of the schedule, {off:+.1%} of the compiler's allocation; the latter fits or not"
+        f"classes at peak: live bytes of the schedule, {off:+.1%} of the compiler's allocation; the latter fits or not",
+        "at peak: what lives at the one moment when most does. A class is below its formula where part of it is not "
+        "made yet or gone by then (parameters of layers that are done), and above it where copies in another dtype or "
+        "layout live beside it",
     ]
     if target.memory_bytes is not None:
         left = readable_bytes(target.memory_bytes - (target.usable_bytes(fraction) or 0))
@@ -265,8 +331,9 @@ def _limits(step: PreparedPlan, live_bytes: int, total_bytes: int) -> list[str]:
         )
         notes.append(
             "exposed: what the schedule waits for if only matrix products take time, at "
-            f"{(target.peak_flops or 0) / 1e12:.0f} TFLOP/s, {(target.in_node_bytes_per_s or 0) / 1e9:.0f} GB/s in "
-            f"node and {(target.across_bytes_per_s or 0) / 1e9:.0f} GB/s across hosts per device"
+            f"{(target.peak_flops or 0) / 1e12:.0f} TFLOP/s in 16 bits and "
+            f"{(target.product_flops('f32') or 0) / 1e12:.0f} in fp32, {(target.in_node_bytes_per_s or 0) / 1e9:.0f} "
+            f"GB/s in node and {(target.across_bytes_per_s or 0) / 1e9:.0f} GB/s across hosts per device"
         )
     elif target.name != "local" or step.engine.mesh.devices.flat[0].platform == "cpu":
         notes.append(

@@ -6,6 +6,7 @@ policy's program does more than the one that does least; `dots`, which saves eve
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,20 +72,21 @@ class PolicyRow:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyTable:
-    """A row per policy, in the order asked for."""
+    """A row per policy, in the order asked for, and notes about all of them."""
 
     rows: tuple[PolicyRow, ...]
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The table as plain JSON values."""
-        return {"policies": [row.as_dict() for row in self.rows]}
+        return {"policies": [row.as_dict() for row in self.rows], "notes": list(self.notes)}
 
     def table(self) -> str:
         """The table as text."""
         cells = [("policy", "activations", "on the host", "peak of the step", "PFLOP", "recomputed", "")]
         for row in self.rows:
             if row.report is None:
-                cells.append((row.policy, "-", "-", "-", "-", "-", row.refused))
+                cells.append((row.policy, "-", "-", "-", "-", "-", "refused"))
                 continue
             flops, extra = row.report.timeline.flops, row.recomputed_flops or 0.0
             share = f"{extra / 1e15:.4f} ({extra / (flops - extra):.1%})" if flops > extra else "-"
@@ -97,9 +99,20 @@ class PolicyTable:
             "per device and step, from the compiled programs; activations: the most that they and temporaries take at "
             "any point; recomputed: matrix products beyond those of the policy with the fewest"
         )
+        for policies, reason in self._refused():
+            lines.append(f"- refused: {', '.join(policies)}: {reason}")
+        lines += [f"- {note}" for note in self.notes]
         return "\n".join(lines)
 
     __str__ = table
+
+    def _refused(self) -> list[tuple[list[str], str]]:
+        """(policies, reason): those whose reasons differ in the names quoted alone share that of the first."""
+        groups: dict[str, list[PolicyRow]] = {}
+        for row in self.rows:
+            if row.report is None:
+                groups.setdefault(re.sub(r"'[^']*'", "", row.refused), []).append(row)
+        return [([row.policy for row in rows], rows[0].refused) for rows in groups.values()]
 
 
 def tabulate_policies(
@@ -123,7 +136,8 @@ def tabulate_policies(
     search = search_plans(make_program, config, settings, {POLICY: wanted}, advance=advance)
     by_policy = dict(zip(wanted, search.candidates, strict=True))
     fewest = min((c.report.timeline.flops for c in search.candidates if c.report is not None), default=0.0)
-    return PolicyTable(tuple(_row(policy, by_policy[policy], fewest) for policy in policies))
+    rows = tuple(_row(policy, by_policy[policy], fewest) for policy in policies)
+    return PolicyTable(rows, search.notes)
 
 
 def _row(policy: str, candidate: Candidate, fewest_flops: float) -> PolicyRow:

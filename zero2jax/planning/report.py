@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from zero2jax.base.tables import aligned, readable_bytes
 from zero2jax.planning.picture import Bar, Picture
 from zero2jax.planning.targets import Target
@@ -12,6 +14,7 @@ from zero2jax.programs.audit import Audit, CollectiveRow
 from zero2jax.programs.formulas import CLASSES, Formula
 from zero2jax.programs.liveness import Lifetimes
 from zero2jax.programs.overlap import Overlap, Timeline
+from zero2jax.programs.products import Product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +48,7 @@ class PlanReport:
       num_microbatches: slices of the batch per step and device.
       batch_size: examples per step, over all devices.
       num_params: number of parameters.
+      compute_dtype: what parameters are cast to, `bfloat16` for instance.
       memory_fraction: part of the target's memory that the program may use.
       usable_bytes: memory that the program may use; None where the target's memory is not known.
       by_class: memory by class, measured beside the formula.
@@ -63,6 +67,7 @@ class PlanReport:
     num_microbatches: int
     batch_size: int
     num_params: int
+    compute_dtype: str
     memory_fraction: float
     usable_bytes: int | None
     by_class: tuple[ClassRow, ...]
@@ -115,8 +120,20 @@ class PlanReport:
 
     @property
     def compute_s(self) -> float | None:
-        """Seconds of matrix products per step at the target's rate."""
-        return self.timeline.flops / (self.target.peak_flops or 1) if self.rates_known else None
+        """Seconds of matrix products per step, each at the target's rate for its dtype."""
+        return self.timeline.compute_s if self.rates_known else None
+
+    @property
+    def widened_flops(self) -> float:
+        """Operations per step of matrix products in more than 16 bits, where the step computes in 16."""
+        is_narrow = jnp.dtype(self.compute_dtype).itemsize == 2
+        return sum(p.total_flops for p in self.timeline.products if is_narrow and p.is_wide)
+
+    @property
+    def first_widened(self) -> Product | None:
+        """Where that begins: the first of them that converts an operand to the other's dtype, else the first."""
+        wide = [p for p in self.timeline.products if p.is_wide] if self.widened_flops else []
+        return next((p for p in wide if p.promotes), wide[0] if wide else None)
 
     @property
     def collectives(self) -> tuple[CollectiveRow, ...]:
@@ -134,6 +151,7 @@ class PlanReport:
             "num_microbatches": self.num_microbatches,
             "batch_size": self.batch_size,
             "num_params": self.num_params,
+            "compute_dtype": self.compute_dtype,
             "total_bytes": self.total_bytes,
             "rest_bytes": self.rest_bytes,
             "host_bytes": self.host_bytes,
@@ -146,6 +164,7 @@ class PlanReport:
             "by_class": {row.name: dataclasses.asdict(row) for row in self.by_class},
             "live_peak_bytes": self.lifetimes.peak.total_bytes,
             "live_peak_at": self.lifetimes.peak.name,
+            "largest_at_peak": [dataclasses.asdict(tensor) for tensor in self.lifetimes.largest_at_peak],
             "compiler_memory": dataclasses.asdict(self.audit.memory),
             "collectives": [
                 dataclasses.asdict(row) | {"exposed_bytes": exposed[row]} for row in self.collectives
@@ -154,6 +173,9 @@ class PlanReport:
             "exposed_bytes": self.exposed_bytes,
             "overlap": [self._overlap(o) for o in self.timeline.overlaps],
             "flops": self.timeline.flops,
+            "flops_by_dtype": self.timeline.flops_by_dtype,
+            "widened_flops": self.widened_flops,
+            "first_widened": dataclasses.asdict(self.first_widened) if self.first_widened else None,
             "compute_s": self.compute_s,
             "communication_s": self.timeline.communication_s if self.rates_known else None,
             "exposed_s": self.timeline.exposed_s if self.rates_known else None,
@@ -169,7 +191,8 @@ class PlanReport:
             f"{self.num_microbatches} microbatch(es), {axes} on {self.target.name}, jax {self.jax_version}, "
             f"compiled in {self.compile_s:.0f} s"
         )
-        parts = [title, self._verdict(), "", *self._memory_lines(), "", *self._collective_lines(), ""]
+        parts = [title, self._verdict(), "", *self._memory_lines(), "", *self._largest_lines()]
+        parts += [*self._collective_lines(), ""]
         return "\n".join([*parts, *(f"- {note}" for note in self.notes)])
 
     __str__ = table
@@ -210,6 +233,17 @@ class PlanReport:
         rows.append(("total", *total, "-", "the compiler's allocation"))
         return aligned(rows, right=(1, 2, 3))
 
+    def _largest_lines(self) -> list[str]:
+        rows = [("largest at peak", "tensor", "class", "computed by", "in")]
+        for t in self.lifetimes.largest_at_peak:
+            kind = f"{t.dtype}[{','.join(map(str, t.shape))}]"
+            kind = f"{t.count} x {kind}" if t.count > 1 else kind
+            operation = t.op_name.removeprefix("jit(step)/").removeprefix("shard_map/")
+            operation = operation if len(operation) <= 60 else f"...{operation[-57:]}"
+            source = shortened(t.source)
+            rows.append((readable_bytes(t.num_bytes), kind, t.class_name, operation or "-", source or "-"))
+        return [*aligned(rows, right=(0,)), ""] if len(rows) > 1 else []
+
     def _collective_lines(self) -> list[str]:
         rows = [("collective", "axis", "where", "runs", "bytes per step", "exposed")]
         for row in self.collectives:
@@ -217,6 +251,10 @@ class PlanReport:
             sizes = (readable_bytes(row.bytes_per_step), readable_bytes(self._exposed_bytes(row)))
             rows.append((row.kind, row.axis or "?", where, f"{row.num_runs:,}", *sizes))
         lines = aligned(rows, right=(3, 4, 5))
+        if self.timeline.flops:
+            by_dtype = self.timeline.flops_by_dtype.items()
+            shares = ", ".join(f"{flops / self.timeline.flops:.0%} in {dtype}" for dtype, flops in by_dtype)
+            lines.append(f"matrix products: {self.timeline.flops / 1e12:.3g} TFLOP, {shares}")
         if self.rates_known and self.communication_bytes:
             hidden = 1 - (self.exposed_bytes or 0) / self.communication_bytes
             lines.append(
@@ -252,6 +290,11 @@ class PlanReport:
             share = 1 - overlap.exposed_s / overlap.seconds if overlap.seconds else 1.0
             values |= {"seconds": overlap.seconds, "exposed_s": overlap.exposed_s, "hidden_share": share}
         return values
+
+
+def shortened(source: str) -> str:
+    """A source line without the current directory, if it is below that."""
+    return source.removeprefix(f"{Path.cwd()}/")
 
 
 def _count(num_params: int) -> str:

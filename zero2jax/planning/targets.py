@@ -4,7 +4,9 @@ XLA's CUDA compiler needs no GPU, only a description of one. The facts below are
 descriptions; `Target.config_text` writes them as the `GpuTargetConfigProto` text that jax 0.10.2 and 0.12 both read.
 Bandwidths are what one device can move: in-node 0.8 of NVLink's rate in one direction (362 of 450 GB/s measured with
 reduce-scatter and all-gather on 8 H200), across nodes 0.8 of the device's share of the usual network cards. Matrix
-products reach 0.8 of the dense 16-bit peak (790 of 989 TFLOP/s measured on H100 and H200).
+products reach 0.8 of the dense 16-bit peak (790 of 989 TFLOP/s measured on H100 and H200); the same share is taken of
+the other peaks. fp32 products are TF32 ones where the card has them and jax's default precision is asked for: half of
+the 16-bit peak. Else they run on the fp32 units, two operations per unit and clock, and fp64 ones at half of that.
 """
 
 import dataclasses
@@ -55,6 +57,8 @@ class Target:
       name: `h200`, ..., `local` or `cpu`.
       memory_bytes: memory of one device; None where it is not known.
       peak_flops: dense 16-bit floating-point operations per second; None where it is not known.
+      tf32_flops: the same of fp32 products at jax's default precision; None means as `fp32_flops`.
+      fp32_flops: the same of fp32 products at any precision; None means as `peak_flops`.
       in_node_bytes_per_s: what one device can send to others of its host; None where it is not known.
       across_bytes_per_s: the same to devices of other hosts.
       all_reduce_bytes_per_s: in-node rate of all-reduces, where switches sum; None means as the others.
@@ -75,6 +79,8 @@ class Target:
     all_reduce_bytes_per_s: float | None = None
     has_bf16: bool = True
     gpu: Gpu | None = None
+    tf32_flops: float | None = None
+    fp32_flops: float | None = None
 
     def usable_bytes(self, memory_fraction: float = MEMORY_FRACTION) -> int | None:
         """Memory that the program may use; what is left over is for what lies outside of XLA's pool."""
@@ -86,6 +92,20 @@ class Target:
         if in_node is not None:  # an all-reduce's own rate belongs to the links it was measured on
             target = dataclasses.replace(target, in_node_bytes_per_s=in_node, all_reduce_bytes_per_s=None)
         return target if across is None else dataclasses.replace(target, across_bytes_per_s=across)
+
+    def product_flops(self, dtype: str, precision: str = "default") -> float | None:
+        """Operations per second of matrix products.
+
+        Args:
+          dtype: what is multiplied in, by XLA's name: `bf16`, `f32`, ... 8-bit products count as 16-bit ones.
+          precision: what jax asks for: `default`, `high` or `highest`.
+        """
+        fp32 = self.peak_flops if self.fp32_flops is None else self.fp32_flops
+        if dtype == "f64":
+            return None if fp32 is None else fp32 / 2
+        if dtype == "f32":
+            return self.tf32_flops if precision == "default" and self.tf32_flops is not None else fp32
+        return self.peak_flops
 
     def config_text(self) -> str:
         """The card as a `GpuTargetConfigProto` in text form."""
@@ -138,15 +158,19 @@ _RATES = {
 
 def _gpu_target(name: str) -> Target:
     peak, in_node, across, all_reduce = _RATES[name]
+    gpu = _GPUS[name]
+    fp32 = 2 * gpu.core_count * gpu.fpus_per_core * gpu.clock_rate_ghz * 1e9
     return Target(
         name,
-        memory_bytes=_GPUS[name].memory_bytes,
+        memory_bytes=gpu.memory_bytes,
         peak_flops=EFFICIENCY * peak,
         in_node_bytes_per_s=EFFICIENCY * in_node,
         across_bytes_per_s=EFFICIENCY * across,
         all_reduce_bytes_per_s=all_reduce,
         has_bf16=name != "v100-32gb",
-        gpu=_GPUS[name],
+        gpu=gpu,
+        tf32_flops=EFFICIENCY * peak / 2 if gpu.capability >= (8, 0) else None,
+        fp32_flops=EFFICIENCY * fp32,
     )
 
 
@@ -193,6 +217,14 @@ def target_mesh(target: Target, axes: Mapping[str, int], devices_per_host: int =
             f"positive number. Say how many devices you mean, data=8 for instance."
         )
     if target.name == "local":
+        num_devices = math.prod(sizes.values())
+        if num_devices > len(jax.devices()):
+            axes_text = " x ".join(f"{name} {size}" for name, size in sizes.items())
+            raise ValueError(
+                f"planning {axes_text} for target 'local', the devices here: it needs {num_devices} devices, and there "
+                f"are {len(jax.devices())}. Choose the target that is meant: --target h100-80gb for instance "
+                f'(target="h100-80gb" in Python), or cpu for simulated devices. There are {_names()}.'
+            )
         return make_mesh(devices=None, **sizes)
     if target.gpu is None:
         return make_mesh(devices=jax.devices("cpu"), **sizes)

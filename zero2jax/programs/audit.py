@@ -1,8 +1,8 @@
 """What a compiled step takes and communicates: `audit(compiled)`, and `assert_collectives` for tests.
 
 Everything is read from the program that will run: memory as the compiler allocates it, collectives with their bytes,
-each multiplied by the trip counts of the loops around it. Bytes are those of the full value on one device: what an
-all-gather produces, what a reduction takes in.
+each multiplied by the trip counts of the loops around it; a loop that ends when the data say so counts once. Bytes are
+those of the full value on one device: what an all-gather produces, what a reduction takes in.
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.stages import Compiled
 
 from zero2jax.base.tables import aligned
+from zero2jax.programs.groups import axis_names
 from zero2jax.programs.hlo import (
     KINDS,
     Array,
     Collective,
     Module,
-    axis_names,
     module_collectives,
     parse,
     type_bytes,
@@ -56,6 +56,7 @@ class CollectiveRow:
       num_runs: how often they run per step, all together.
       bytes_per_step: bytes per device and step.
       largest_bytes: bytes of the largest single run.
+      at_least: whether some of them run in a loop whose trip count depends on data, which counts once.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class CollectiveRow:
     num_runs: int
     bytes_per_step: int
     largest_bytes: int
+    at_least: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +110,7 @@ class Audit:
                 num_runs=sum(c.trips for c in members),
                 bytes_per_step=sum(c.total_bytes for c in members),
                 largest_bytes=max(c.num_bytes for c in members),
+                at_least=not all(c.trips_known for c in members),
             )
             for (kind, axis, across), members in in_order
         )
@@ -132,7 +135,9 @@ class Audit:
             place = "across hosts" if row.across else "in node"
             counts = (row.num_instructions, row.num_runs, row.bytes_per_step, row.largest_bytes)
             instructions, runs, total, largest = (f"{n:,}" for n in counts)
-            rows.append((row.kind, row.axis or "?", place, instructions, runs, total, largest))
+            least = ">= " if row.at_least else ""
+            sums = (instructions, f"{least}{runs}", f"{least}{total}", largest)
+            rows.append((row.kind, row.axis or "?", place, *sums))
         return "\n".join([*lines, *aligned(rows, right=(3, 4, 5, 6))])
 
     __str__ = table
@@ -198,6 +203,8 @@ def assert_collectives(
       small_bytes: collectives of at most this many bytes (losses, norms) are left out.
       donated: every output larger than `small_bytes` must be written into a donated argument.
 
+    A collective in a loop that ends when the data say so cannot be counted, and fails.
+
     Example:
       One reduce-scatter per layer and one for the embedding, no all-reduce above 64 KiB, everything donated::
 
@@ -217,6 +224,12 @@ def assert_collectives(
         wanted = expected.get(kind, 0)
         if runs not in (wanted if isinstance(wanted, range) else (wanted,)):
             problems.append(f"{kind}: {runs} runs per step, expected {_words(wanted)}{_listed(members)}")
+        uncounted = [c for c in members if not c.trips_known]
+        if uncounted:
+            problems.append(
+                f"{kind}: how often {len(uncounted)} of them run cannot be counted: a loop around them ends when the "
+                f"data say so{_listed(uncounted)}"
+            )
         if bytes_per_step and kind in bytes_per_step and total != bytes_per_step[kind]:
             problems.append(f"{kind}: {total:,} bytes per step, expected {bytes_per_step[kind]:,}")
     kept = _kept_outputs(read.module, small_bytes) if donated else []

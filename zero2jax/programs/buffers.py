@@ -18,6 +18,7 @@ class Buffers:
     """
 
     def __init__(self) -> None:
+        self.arrays: list[Array] = []
         self.sizes: list[int] = []  # bytes
         self.elements: list[int] = []
         self.on_host: list[bool] = []
@@ -31,6 +32,7 @@ class Buffers:
         if not isinstance(kind, Array):
             return tuple(self.new(inner) for inner in kind)
         self._parent.append(len(self))
+        self.arrays.append(kind)
         self.sizes.append(kind.num_bytes)
         self.elements.append(kind.size)
         self.on_host.append(kind.on_host)
@@ -49,7 +51,8 @@ class Buffers:
             if x != NO_BUFFER and y != NO_BUFFER:
                 first, second = sorted((self.root(x), self.root(y)))
                 self._parent[second] = first
-                self.sizes[first] = max(self.sizes[first], self.sizes[second])
+                if self.sizes[second] > self.sizes[first]:
+                    self.sizes[first], self.arrays[first] = self.sizes[second], self.arrays[second]
 
 
 def buffers_of(*values: Value) -> list[int]:

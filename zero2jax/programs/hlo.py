@@ -7,12 +7,13 @@ an all-gather produces, what a reduce-scatter or an all-reduce takes.
 
 import dataclasses
 import functools
-import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
-import numpy as np
+from zero2jax.programs.groups import replica_groups
+from zero2jax.programs.trips import counted_trips
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -27,11 +28,20 @@ _CALLED = re.compile(
     r"(?:calls|to_apply|body|called_computations|branch_computations|true_computation|false_computation)="
     r"(?:\{([^}]*)\}|(%?[\w.\-]+))"
 )
-_BODY = re.compile(r"body=%?([\w.\-]+)")
+_BODY = re.compile(r"\bbody=%?([\w.\-]+)")
+_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
+_DIRECTION = re.compile(r"\bdirection=(\w+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{[\d, ]*\}, \w[\w-]*\)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _HOST_SPACE = "S(5)"
+# Where instructions come from, in tables before the first computation: `stack_frame_id=5` in an instruction's metadata
+# is a row of StackFrames, which names a row of FileLocations and the frame of the caller; ids begin at 1.
+_FRAME_OF = re.compile(r"stack_frame_id=(\d+)")
+_FILE = re.compile(r'^(\d+) "(.*)"$')
+_LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)")
+_NOT_THE_USERS = ("/site-packages/", f"{Path(__file__).parents[1]}/", "<frozen ")
+_FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +60,7 @@ class Array:
     @property
     def num_bytes(self) -> int:
         """Bytes, without the padding of a tiled layout."""
-        return self.size * _item_bytes(self.dtype)
+        return self.size * item_bytes(self.dtype)
 
 
 Type = Array | tuple["Type", ...]
@@ -92,8 +102,25 @@ class Instruction:
         return match.group(1) if match else ""
 
     @property
+    def condition(self) -> str:
+        """Name of the computation that says whether a loop goes on."""
+        match = _CONDITION.search(self.attributes)
+        return match.group(1) if match else ""
+
+    @property
+    def direction(self) -> str:
+        """How a comparison compares: LT, LE, GT, GE, EQ or NE."""
+        match = _DIRECTION.search(self.attributes)
+        return match.group(1) if match else ""
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether it is an integer or boolean scalar."""
+        return isinstance(self.type, Array) and not self.type.shape and self.type.dtype[0] in "sup"
+
+    @property
     def known_trips(self) -> int | None:
-        """How often a loop runs, if the compiler knows."""
+        """How often a loop runs, if the compiler says so; `Module.trips` finds it elsewhere, too."""
         match = _TRIPS.search(self.attributes)
         return int(match.group(1)) if match else None
 
@@ -110,6 +137,12 @@ class Instruction:
         return match.group(1).replace("\\'", "'") if match else ""
 
     @property
+    def frame(self) -> int:
+        """Number of its stack frame in `Module.frames`; 0 where the text does not say."""
+        match = _FRAME_OF.search(self.attributes)
+        return int(match.group(1)) if match else 0
+
+    @property
     def is_synchronous(self) -> bool:
         """Whether the compiler marked a start/done pair as one operation that nothing overlaps."""
         return '"is_sync":true' in self.attributes
@@ -123,20 +156,45 @@ class Module:
       entry: name of the computation that runs.
       computations: instructions by computation, in the order they are scheduled.
       aliases: output index (a path into the result) -> number of the donated argument.
+      frames: stack frames by number: file, line and the number of the caller's frame.
     """
 
     entry: str
     computations: Mapping[str, tuple[Instruction, ...]]
     aliases: Mapping[tuple[int, ...], int]
+    frames: Mapping[int, tuple[str, int, int]] = dataclasses.field(default_factory=dict, repr=False)
 
     def instructions(self, name: str) -> tuple[Instruction, ...]:
         """The instructions of one computation; none for a name that the text does not define."""
         return self.computations.get(name, ())
 
+    def trips(self, around: str, loop: Instruction) -> int | None:
+        """How often a loop in the computation `around` runs; None where that depends on data."""
+        key = around, loop.name
+        if key not in self._trips:
+            known = loop.known_trips
+            self._trips[key] = counted_trips(self, around, loop) if known is None else known
+        return self._trips[key]
+
     def loop_trips(self) -> dict[str, int | None]:
-        """How often each loop runs, by the name of its body; None where the compiler does not know."""
-        loops = (i for name in self.computations for i in self.instructions(name) if i.opcode == "while")
-        return {i.body: i.known_trips for i in loops}
+        """How often each loop runs, by the name of its body; None where that depends on data."""
+        loops = (
+            (name, i) for name in self.computations for i in self.instructions(name) if i.opcode == "while"
+        )
+        return {i.body: self.trips(name, i) for name, i in loops}
+
+    def source(self, instruction: Instruction) -> str:
+        """File and line that an instruction comes from, outside of installed packages where there is such a line."""
+        places, number = [], instruction.frame
+        while number in self.frames:
+            file, line, number = self.frames[number]
+            places.append(f"{file}:{line}")
+        own = (place for place in places if not any(part in place for part in _NOT_THE_USERS))
+        return next(own, places[0] if places else "")
+
+    @functools.cached_property
+    def _trips(self) -> dict[tuple[str, str], int | None]:
+        return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +205,8 @@ class Collective:
       kind: one of `KINDS`.
       num_bytes: bytes of the full value, on one device, each time it runs.
       trips: how often it runs per step (product of the trip counts of the loops around it).
+      operands: the arrays that it takes.
+      trips_known: whether that is so; a loop whose count depends on data counts once, and `trips` is a lower bound.
       loops: the loop bodies around it, outermost first; empty outside of loops.
       group_size: number of devices that take part.
       name: the instruction's name.
@@ -164,6 +224,8 @@ class Collective:
     groups: tuple[tuple[int, ...], ...] = ()
     is_async: bool = False
     op_name: str = ""
+    operands: tuple[Array, ...] = ()
+    trips_known: bool = True
 
     @property
     def total_bytes(self) -> int:
@@ -186,9 +248,11 @@ def parse(text: str) -> Module:
     entry, current = "", ""
     lines: dict[str, list[Instruction]] = {}
     header = ""
+    tables: list[str] = []
     for line in text.splitlines():
         if not line.startswith(" "):
             header = header or (line if line.startswith("HloModule") else "")
+            tables += [line] if not current else []
             head = _HEAD.match(line)
             if head:
                 current = head.group(2)
@@ -199,33 +263,53 @@ def parse(text: str) -> Module:
             if instruction is not None:
                 lines[current].append(instruction)
     computations = {name: tuple(instructions) for name, instructions in lines.items()}
-    return Module(entry, computations, _aliases(header))
+    return Module(entry, computations, _aliases(header), _frames(tables))
 
 
 def collectives(text: str) -> list[Collective]:
     """Every collective of a compiled program, from `compiled.as_text()`.
 
-    A loop without a known trip count counts once.
+    A loop whose trip count depends on data counts once.
     """
     return module_collectives(parse(text))
 
 
 def module_collectives(module: Module) -> list[Collective]:
     """Every collective of a parsed program, in the order of the schedule."""
-    return list(_walk(module, module.entry, 1, ()))
+    return list(_walk(module, module.entry, Around()))
 
 
-def _walk(module: Module, name: str, trips: int, loops: tuple[str, ...]) -> Iterator[Collective]:
+@dataclasses.dataclass(frozen=True)
+class Around:
+    """The loops around a computation: their bodies, outermost first, and how often it runs per step in all.
+
+    Attributes:
+      loops: names of the bodies.
+      trips: product of the trip counts.
+      known: whether all of them are known; one that is not counts once.
+    """
+
+    loops: tuple[str, ...] = ()
+    trips: int = 1
+    known: bool = True
+
+    def inside(self, body: str, trips: int | None) -> "Around":
+        """The same, one loop further inside."""
+        known = trips is not None
+        return Around((*self.loops, body), self.trips * (1 if trips is None else trips), self.known and known)
+
+
+def _walk(module: Module, name: str, around: Around) -> Iterator[Collective]:
     instructions = module.instructions(name)
     types = {i.name: i.type for i in instructions}
     for i in instructions:
         if collective_kind(i):
-            yield make_collective(i, types, trips, loops)
+            yield make_collective(i, types, around)
         elif i.opcode == "while":
-            yield from _walk(module, i.body, trips * (i.known_trips or 1), (*loops, i.body))
+            yield from _walk(module, i.body, around.inside(i.body, module.trips(name, i)))
         elif i.opcode not in ("fusion", "reduce", "sort", "scatter", "map", "reduce-window", "custom-call"):
             for target in i.called:
-                yield from _walk(module, target, trips, loops)
+                yield from _walk(module, target, around)
 
 
 def collective_kind(instruction: Instruction) -> str:
@@ -234,10 +318,8 @@ def collective_kind(instruction: Instruction) -> str:
     return kind if kind in KINDS else ""
 
 
-def make_collective(
-    instruction: Instruction, types: Mapping[str, Type], trips: int, loops: tuple[str, ...]
-) -> Collective:
-    """A `Collective` from its instruction and the types of the instructions around it."""
+def make_collective(instruction: Instruction, types: Mapping[str, Type], around: Around) -> Collective:
+    """A `Collective` from its instruction, the types of its neighbours and the loops around it."""
     kind = collective_kind(instruction)
     num_bytes = sum(type_bytes(types[o]) for o in instruction.operands if o in types)
     if (
@@ -248,8 +330,10 @@ def make_collective(
     return Collective(
         kind=kind,
         num_bytes=num_bytes,
-        trips=trips,
-        loops=loops,
+        trips=around.trips,
+        trips_known=around.known,
+        operands=tuple(a for o in instruction.operands if o in types for a in arrays(types[o])),
+        loops=around.loops,
         group_size=max((len(g) for g in groups), default=1),
         name=instruction.name,
         groups=groups,
@@ -319,7 +403,29 @@ def _type(text: str) -> Type:
     return tuple(_type(part) for part in parts if part)
 
 
-def _item_bytes(dtype: str) -> int:
+def _frames(lines: Iterable[str]) -> dict[int, tuple[str, int, int]]:
+    """Stack frames by number, from the tables before the first computation."""
+    files: dict[int, str] = {}
+    places: dict[int, tuple[str, int]] = {}
+    frames: dict[int, tuple[str, int, int]] = {}
+    section = ""
+    for line in lines:
+        section = section if line[:1].isdigit() else line.strip()
+        if section == "FileNames" and (match := _FILE.match(line)):
+            files[int(match.group(1))] = match.group(2)
+        elif match := _LOCATION.match(line):
+            places[int(match.group(1))] = files.get(int(match.group(2)), ""), int(match.group(3))
+        elif (match := _FRAME.match(line)) and int(match.group(2)) in places:
+            number, caller = (
+                int(match.group(1)),
+                int(match.group(3) or 1) - 1,
+            )  # callers are written one too high
+            frames[number] = (*places[int(match.group(2))], min(caller, number - 1))
+    return frames
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element of a dtype by its name in the text; at least 1."""
     if dtype in _ITEM_BYTES:
         return _ITEM_BYTES[dtype]
     bits = re.search(r"\d+", dtype)
@@ -338,58 +444,3 @@ def _aliases(header: str) -> dict[tuple[int, ...], int]:
             break
     pairs = _ALIAS.findall(header[start:end])  # {0, 1}: (3, {}, may-alias)
     return {tuple(int(d) for d in path.split(",") if d.strip()): int(number) for path, number in pairs}
-
-
-def replica_groups(attributes: str) -> tuple[tuple[int, ...], ...]:
-    """The groups of devices of a collective, from any of the ways to write them."""
-    # mesh['data'=4,'model'=2] {'data'}: by name
-    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes)
-    if mesh:
-        names = re.findall(r"'([^']+)'=(\d+)", mesh.group(1))
-        sizes = [int(size) for _, size in names]
-        chosen = re.findall(r"'([^']+)'", mesh.group(2))
-        axes = [[name for name, _ in names].index(name) for name in chosen]
-        return axis_groups(sizes, axes)
-    # [2,4]<=[4,2]T(1,0): 0, 1, 2, ... in the shape on the right, transposed, as 2 groups of 4
-    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
-    if iota:
-        dims = [int(d) for d in iota.group(3).split(",")]
-        ids = np.arange(math.prod(dims)).reshape(dims)
-        if iota.group(4):
-            ids = ids.transpose([int(d) for d in iota.group(4).split(",")])
-        return _rows(ids.reshape(int(iota.group(1)), int(iota.group(2))))
-    # {{0,1},{2,3}}
-    listed = re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", attributes)
-    if listed:
-        return tuple(
-            tuple(int(d) for d in group.split(",")) for group in re.findall(r"\{([\d,]+)\}", listed.group(1))
-        )
-    pairs = re.search(r"source_target_pairs=\{([\d,{} ]*)\}", attributes)
-    if pairs:
-        return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs.group(1)))
-    return ()
-
-
-def axis_groups(sizes: list[int], axes: list[int]) -> tuple[tuple[int, ...], ...]:
-    """The groups of a grid of devices along some of its axes: those that differ in these axes alone."""
-    ids = np.arange(math.prod(sizes)).reshape(sizes)
-    kept = [i for i in range(len(sizes)) if i not in axes]
-    size = math.prod(sizes[i] for i in axes)
-    return _rows(ids.transpose([*kept, *axes]).reshape(-1, size))
-
-
-def axis_names(groups: tuple[tuple[int, ...], ...], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of a mesh along which a collective's groups lie; empty if they lie along none of them."""
-    # Sets, since neither groups nor the devices in them come in an order that means anything.
-    wanted = {frozenset(g) for g in groups}
-    names = [name for name, size in mesh_shape.items() if size > 1]
-    sizes = [mesh_shape[name] for name in names]
-    for count in range(1, len(names) + 1):
-        for chosen in itertools.combinations(range(len(names)), count):
-            if {frozenset(g) for g in axis_groups(sizes, list(chosen))} == wanted:
-                return tuple(names[i] for i in chosen)
-    return ()
-
-
-def _rows(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(int(x) for x in row) for row in ids)

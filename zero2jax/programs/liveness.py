@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from zero2jax.programs.buffers import Buffers, Value, buffers_of, element, without_buffers
 from zero2jax.programs.formulas import CLASSES, GRADIENTS, OTHER, PARAMETERS
 from zero2jax.programs.hlo import (
+    Around,
     Collective,
     Instruction,
     Module,
@@ -32,6 +33,9 @@ from zero2jax.programs.hlo import (
     collective_kind,
     make_collective,
 )
+from zero2jax.programs.tensors import Made, Tensor, largest_tensors, maker
+
+NUM_LARGEST = 5  # tensors that are named at the peak
 
 _Edge = tuple[int, int, bool]  # from, to, whether data is only moved; else it is computed element by element
 
@@ -67,11 +71,19 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Lifetimes:
-    """The walk: a point per instruction of the schedule, and the arguments by class, before anything runs."""
+    """The walk: a point per instruction of the schedule, and the arguments by class, before anything runs.
+
+    Attributes:
+      points: in the order of the schedule.
+      rest_by_class: bytes of the arguments.
+      host_bytes: bytes of arguments in host memory.
+      largest_at_peak: what takes most at the peak, arguments left out.
+    """
 
     points: tuple[Point, ...]
     rest_by_class: dict[str, int]
     host_bytes: int
+    largest_at_peak: tuple[Tensor, ...] = ()
 
     @property
     def peak(self) -> Point:
@@ -136,7 +148,14 @@ def walk(
         for b in buffers_of(arguments[int(i.argument)])
     }
     tags, edges = _seeds_and_edges(module, buffers, events, over_data, small_bytes)
-    return _LiveRanges(buffers, _spread(buffers, known, tags, edges)).result(events, set(known))
+    classes = _spread(buffers, known, tags, edges)
+    lifetimes, at_peak = _LiveRanges(buffers, classes).result(events, set(known))
+    makers = _makers(module, buffers, events)
+    made = [
+        Made(buffers.arrays[b], buffers.sizes[b], classes.get(b, OTHER), makers.get(b))
+        for b in sorted(at_peak - set(known))
+    ]
+    return dataclasses.replace(lifetimes, largest_at_peak=largest_tensors(module, made, NUM_LARGEST))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +184,7 @@ class _Reading:
             else:
                 # A start's type repeats its operands and adds context; what it makes is what its done returns.
                 self._make(event, done[i.name].type if i.name in done else i.type)
-                event.collective = make_collective(i, types, 1, ()) if collective_kind(i) else None
+                event.collective = make_collective(i, types, Around()) if collective_kind(i) else None
             values[i.name] = event.value
             events.append(event)
             root = event.value if i.is_root else root
@@ -205,11 +224,11 @@ class _Reading:
         if i.opcode in ("bitcast", "reshape", "opt-barrier") or (i.opcode.endswith("-done") and operands):
             return operands[0]
         value = self.buffers.new(kind)
-        for output, operand in self._in_place(i, len(operands)):
+        for output, operand in self.in_place(i, len(operands)):
             self.buffers.share(operands[operand], element(value, (output,)))
         return value
 
-    def _in_place(self, i: Instruction, num_operands: int) -> Iterator[tuple[int, int]]:
+    def in_place(self, i: Instruction, num_operands: int) -> Iterator[tuple[int, int]]:
         """(output, operand) pairs that share memory: of a dynamic-update-slice, alone or as the root of a fusion."""
         for output, operand in _CALL_ALIAS.findall(i.attributes) if i.opcode == "custom-call" else ():
             yield int(output or 0), int(operand)
@@ -299,13 +318,20 @@ class _LiveRanges:
     buffers: Buffers
     classes: Mapping[int, str]
 
-    def result(self, events: list[_Event], arguments: set[int]) -> Lifetimes:
-        """The points of the whole schedule; arguments live throughout."""
+    def result(self, events: list[_Event], arguments: set[int]) -> tuple[Lifetimes, set[int]]:
+        """The points of the whole schedule, and what lives at the first one with most; arguments live throughout."""
         on_device = {b for b in arguments if not self.buffers.on_host[b]}
         rest = dict.fromkeys(CLASSES, 0)
         self._add(rest, on_device, 1)
         host_bytes = sum(self.buffers.sizes[b] for b in arguments - on_device)
-        return Lifetimes(tuple(self._points(events, (), arguments, rest)), rest, host_bytes)
+        points: list[Point] = []
+        at_peak: set[int] = set()
+        most = sum(rest.values())
+        for point, *live in self._points(events, (), arguments, rest):
+            points.append(point)
+            if point.total_bytes > most:
+                most, at_peak = point.total_bytes, set().union(*live)
+        return Lifetimes(tuple(points), rest, host_bytes), at_peak
 
     def _add(self, by_class: dict[str, int], some: Iterable[int], sign: int) -> None:
         for b in some:
@@ -313,23 +339,31 @@ class _LiveRanges:
 
     def _points(
         self, events: list[_Event], loops: tuple[str, ...], outside: set[int], around: dict[str, int]
-    ) -> Iterator[Point]:
-        """Points of one computation; `outside` lives elsewhere, `around` is what that amounts to."""
+    ) -> Iterator[tuple[Point, set[int], set[int]]]:
+        """(point, what lives elsewhere, what lives here) of one computation, whose sets change with the next point.
+
+        `outside` lives elsewhere, `around` is what that amounts to.
+        """
         first, last = self._ranges(events, outside)
         born, dying = _by_value(first), _by_value(last)
         live = dict(around)
+        here: set[int] = set()
         for n, event in enumerate(events):
             self._add(live, born.get(n, ()), 1)
+            here.update(born.get(n, ()))
             now = dict(live)
-            self._add(now, _reused(event, born.get(n, []), dying.get(n, []), self.buffers.sizes), -1)
+            reused = _reused(event, born.get(n, []), dying.get(n, []), self.buffers.sizes)
+            self._add(now, reused, -1)
+            here.difference_update(reused)
             if event.inner:
                 # What lives across the call is outside of what it runs: neither born nor dying there.
                 held = outside | {b for b in first if first[b] <= n <= last[b]}
                 inner_loops = (*loops, event.loop) if event.loop else loops
                 yield from self._points(event.inner, inner_loops, held, now)
             elif event.instruction.opcode != "parameter":
-                yield Point(event.instruction.name, loops, now)
+                yield Point(event.instruction.name, loops, now), outside, here
             self._add(live, dying.get(n, ()), -1)
+            here.difference_update(dying.get(n, ()))
 
     def _ranges(self, events: list[_Event], outside: set[int]) -> tuple[dict[int, int], dict[int, int]]:
         """Per buffer of one computation, the numbers of the first and of the last event that touches it."""
@@ -355,6 +389,23 @@ def _reused(event: _Event, born: list[int], dying: list[int], sizes: list[int]) 
             outputs.remove(sizes[b])
             taken.append(b)
     return taken
+
+
+def _makers(module: Module, buffers: Buffers, events: Sequence[_Event]) -> dict[int, Instruction]:
+    """What computed each buffer, by root: what is written into it slice by slice, else what defined it."""
+    defined: dict[int, Instruction] = {}
+    written: dict[int, Instruction] = {}
+    inside = {event.instruction.name: event.instruction for event in events}
+    reading = _Reading(module, buffers)
+    for event in events:
+        for b, instruction in _makers(module, buffers, event.inner).items():
+            written.setdefault(b, instruction)
+        for output, operand in reading.in_place(event.instruction, len(event.operands)):
+            for b in buffers_of(event.operands[operand]):
+                written.setdefault(buffers.root(b), maker(module, event.instruction, output, inside))
+        for number, b in enumerate(buffers_of(event.value) if event.defined else ()):
+            defined.setdefault(buffers.root(b), maker(module, event.instruction, number, inside))
+    return defined | written
 
 
 def _updated_parameter(inside: dict[str, Instruction], name: str) -> int | None:

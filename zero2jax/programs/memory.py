@@ -16,7 +16,8 @@ from jax.stages import Compiled
 from zero2jax.base.pytrees import PyTree
 from zero2jax.base.tables import aligned
 from zero2jax.programs.formulas import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, Formula, class_formulas
-from zero2jax.programs.hlo import Collective, axis_names, collectives
+from zero2jax.programs.groups import axis_names
+from zero2jax.programs.hlo import Collective, collectives
 from zero2jax.zero.gradients import GradientSettings
 from zero2jax.zero.state import Layout, TrainState
 

@@ -1,6 +1,6 @@
 """How much of the communication a compiled schedule hides behind arithmetic. Pure Python over a parsed program.
 
-Walks the schedule with two clocks. Matrix products and convolutions advance the first at the target's rate; a
+Walks the schedule with two clocks. Matrix products and convolutions advance the first at the rate of their dtype; a
 collective occupies the second, the link, for its bytes at the target's bandwidth, one after the other. A collective
 that starts asynchronously runs beside whatever is scheduled up to its `-done`, where the first clock waits for what is
 left; a synchronous one is waited for at once. What was waited for is exposed. Each iteration of a loop is alike.
@@ -10,36 +10,29 @@ work between start and done hides more. Latency is not counted, which matters fo
 """
 
 import dataclasses
-import json
-import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from zero2jax.programs.hlo import (
-    Array,
-    Collective,
-    Instruction,
-    Module,
-    Type,
-    arrays,
-    collective_kind,
-    make_collective,
-)
-
-_GEMM_TARGETS = re.compile(r'custom_call_target="(?:__cublas\S*|__onednn\$matmul|__gpu\$\S*gemm\S*)"')
+from zero2jax.programs.hlo import Around, Collective, Instruction, Module, collective_kind, make_collective
+from zero2jax.programs.products import Product, Products
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """How fast things go; functions of a collective so that links may differ.
+    """How fast things go; functions of a collective and of a product, since links and dtypes differ.
 
     Attributes:
       flops: floating-point operations per second of matrix products.
       bytes_per_s: bytes per second that one device sends for a given collective.
+      product_flops: the same as `flops` for a given product; None takes `flops` for all.
     """
 
     flops: float
     bytes_per_s: Callable[[Collective], float]
+    product_flops: Callable[[Product], float] | None = None
+
+    def seconds(self, product: Product) -> float:
+        """Time of one run of a product."""
+        return product.flops / (self.flops if self.product_flops is None else self.product_flops(product))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +60,30 @@ class Overlap:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """The schedule at given rates: arithmetic of one step and every collective, in the order of the schedule."""
+    """The schedule at given rates: products and collectives of one step, in the order of the schedule.
 
-    flops: float
+    Attributes:
+      compute_s: seconds of the products.
+      products: matrix products and convolutions.
+      overlaps: collectives.
+    """
+
+    compute_s: float
+    products: tuple[Product, ...]
     overlaps: tuple[Overlap, ...]
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the products."""
+        return sum(p.total_flops for p in self.products)
+
+    @property
+    def flops_by_dtype(self) -> dict[str, float]:
+        """The same by the dtype that is multiplied in, most first."""
+        sums: dict[str, float] = {}
+        for p in self.products:
+            sums[p.dtype] = sums.get(p.dtype, 0.0) + p.total_flops
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     @property
     def exposed_s(self) -> float:
@@ -83,125 +96,106 @@ class Timeline:
         return sum(o.seconds * o.collective.trips for o in self.overlaps)
 
 
-def simulate(module: Module, rates: Rates) -> Timeline:
-    """Run the two clocks over a program."""
-    flops, _, overlaps = _Simulation(module, rates).run(module.entry, 1, ())
-    return Timeline(flops, tuple(overlaps))
+def simulate(module: Module, rates: Rates, *, as_before_conversion: bool = False) -> Timeline:
+    """Run the two clocks over a program; for `as_before_conversion` see `Products`."""
+    products = Products(module, as_before_conversion=as_before_conversion)
+    run = _Simulation(rates, products).run(module.entry, Around())
+    return Timeline(run.compute_s, tuple(run.products), tuple(_overlap(one) for one in run.collectives))
 
 
 @dataclasses.dataclass
-class _Pending:
+class _OnLink:
+    """A collective's time on the link, and how much of it was waited for."""
+
     collective: Collective
-    seconds: float
+    start: float
     end: float
     flops_before: float
+    flops_inside: float = 0.0
+    exposed_s: float = 0.0
+
+
+@dataclasses.dataclass
+class _Run:
+    """One run of a computation: both clocks, and what has been passed."""
+
+    now: float = 0.0
+    link_free: float = 0.0
+    flops: float = 0.0
+    compute_s: float = 0.0
+    products: list[Product] = dataclasses.field(default_factory=list)
+    collectives: list[_OnLink] = dataclasses.field(default_factory=list)
+    on_link: list[_OnLink] = dataclasses.field(
+        default_factory=list
+    )  # those not inside of a called computation
+
+    def begin(self, collective: Collective, seconds: float) -> _OnLink:
+        """Queue a collective behind those that occupy the link."""
+        start = max(self.now, self.link_free)
+        self.link_free = start + seconds
+        one = _OnLink(collective, start, self.link_free, self.flops)
+        self.on_link.append(one)
+        self.collectives.append(one)
+        return one
+
+    def finish(self, one: _OnLink) -> None:
+        """Wait for a collective and those that occupy the link before it; each gets its part of the wait."""
+        one.flops_inside = self.flops - one.flops_before
+        for other in self.on_link:
+            other.exposed_s += max(0.0, min(one.end, other.end) - max(self.now, other.start))
+        self.now = max(self.now, one.end)
+
+    def add(self, inner: "_Run", times: int) -> None:
+        """Run a computation inside of this one; its lists are of all of its runs already."""
+        self.now += times * inner.now
+        self.flops += times * inner.flops
+        self.compute_s += times * inner.compute_s
+        self.products += inner.products
+        self.collectives += inner.collectives
 
 
 class _Simulation:
-    def __init__(self, module: Module, rates: Rates):
-        self.module = module
-        self.rates = rates
+    def __init__(self, rates: Rates, products: Products):
+        self.rates, self.products, self.module = rates, products, products.module
 
-    def run(self, name: str, trips: int, loops: tuple[str, ...]) -> tuple[float, float, list[Overlap]]:
-        """(operations, seconds, overlaps) of one run of a computation that runs `trips` times a step."""
+    def run(self, name: str, around: Around) -> _Run:
+        """One run of a computation."""
         instructions = self.module.instructions(name)
         types = {i.name: i.type for i in instructions}
-        now = link_free = flops = 0.0
-        pending: dict[str, _Pending] = {}
-        overlaps: list[Overlap] = []
+        run = _Run()
+        pending: dict[str, _OnLink] = {}
         for i in instructions:
             if collective_kind(i):
-                collective = make_collective(i, types, trips, loops)
-                seconds = collective.wire_bytes / self.rates.bytes_per_s(collective)
-                link_free = max(now, link_free) + seconds
-                entry = _Pending(collective, seconds, link_free, flops)
+                collective = make_collective(i, types, around)
+                one = run.begin(collective, collective.wire_bytes / self.rates.bytes_per_s(collective))
                 if collective.is_async:
-                    pending[i.name] = entry
+                    pending[i.name] = one
                 else:
-                    overlaps.append(_finished(entry, now, flops))
-                    now = link_free
+                    run.finish(one)
             elif i.opcode.endswith("-done") and i.operands and i.operands[0] in pending:
-                entry = pending.pop(i.operands[0])
-                overlaps.append(_finished(entry, now, flops))
-                now = max(now, entry.end)
+                run.finish(pending.pop(i.operands[0]))
+            elif i.opcode == "while":
+                trips = self.module.trips(name, i)
+                run.add(self.run(i.body, around.inside(i.body, trips)), 1 if trips is None else trips)
+            elif i.opcode in ("call", "conditional", "async-start"):
+                branches = [self.run(target, around) for target in i.called]
+                run.add(max(branches, key=lambda branch: branch.now, default=_Run()), 1)
             else:
-                more, seconds, inner = self._cost(i, types, trips, loops)
-                flops, now, overlaps = flops + more, now + seconds, overlaps + inner
-        return flops, now, overlaps
+                self._multiply(run, name, i, around)
+        return run
 
-    def _cost(
-        self, i: Instruction, types: Mapping[str, Type], trips: int, loops: tuple[str, ...]
-    ) -> tuple[float, float, list[Overlap]]:
-        """(operations, seconds, overlaps inside) of an instruction that is no collective."""
-        if i.opcode == "while":
-            n = i.known_trips or 1
-            flops, seconds, overlaps = self.run(i.body, trips * n, (*loops, i.body))
-            return flops * n, seconds * n, overlaps
-        if i.opcode in ("call", "conditional", "async-start"):
-            branches = [self.run(target, trips, loops) for target in i.called]
-            return max(branches, key=lambda branch: branch[1], default=(0.0, 0.0, []))
-        flops = instruction_flops(self.module, i, types)
-        return flops, flops / self.rates.flops, []
+    def _multiply(self, run: _Run, name: str, i: Instruction, around: Around) -> None:
+        for product in self.products.of(name, i):
+            seconds = self.rates.seconds(product)
+            run.now, run.compute_s = run.now + seconds, run.compute_s + seconds
+            run.flops += product.flops
+            run.products.append(dataclasses.replace(product, trips=around.trips))
 
 
-def _finished(entry: _Pending, now: float, flops: float) -> Overlap:
-    exposed = min(max(entry.end - now, 0.0), entry.seconds)
+def _overlap(one: _OnLink) -> Overlap:
     return Overlap(
-        collective=entry.collective,
-        flops_inside=flops - entry.flops_before,
-        seconds=entry.seconds,
-        exposed_s=exposed,
+        collective=one.collective,
+        flops_inside=one.flops_inside,
+        seconds=one.end - one.start,
+        exposed_s=one.exposed_s,
     )
-
-
-def instruction_flops(module: Module, i: Instruction, types: Mapping[str, Type]) -> float:
-    """Floating-point operations of the products and convolutions in one instruction, called computations included."""
-    operand = lambda n: _first_array(types.get(i.operands[n])) if n < len(i.operands) else None
-    if i.opcode == "dot":
-        return _dot_flops(i.type, operand(0), _dims(i.attributes, "lhs_contracting_dims"))
-    if i.opcode == "convolution":
-        return _convolution_flops(i, operand(1))
-    if i.opcode == "custom-call":
-        return _custom_call_flops(i, operand(0))
-    if i.opcode.startswith("fusion") and i.opcode != "fusion-done":
-        return sum(_computation_flops(module, name) for name in i.called)
-    return 0.0
-
-
-def _computation_flops(module: Module, name: str) -> float:
-    instructions = module.instructions(name)
-    types = {i.name: i.type for i in instructions}
-    return sum(instruction_flops(module, i, types) for i in instructions)
-
-
-def _dot_flops(result: Type, lhs: Array | None, contracted: list[int]) -> float:
-    if lhs is None:
-        return 0.0
-    return 2.0 * arrays(result)[0].size * math.prod(lhs.shape[d] for d in contracted)
-
-
-def _convolution_flops(i: Instruction, kernel: Array | None) -> float:
-    labels = re.search(r"dim_labels=\w+_(\w+)->", i.attributes)
-    if kernel is None or labels is None:
-        return 0.0
-    outputs = kernel.shape[labels.group(1).index("o")]
-    return 2.0 * arrays(i.type)[0].size * kernel.size / max(outputs, 1)
-
-
-def _custom_call_flops(i: Instruction, lhs: Array | None) -> float:
-    """Of a call to a library's matrix product; its configuration says which dims are contracted."""
-    if not _GEMM_TARGETS.search(i.attributes):
-        return 0.0
-    match = re.search(r'"lhs_contracting_dimensions":(\[[^\]]*\])', i.attributes)
-    if match is None:
-        return 0.0
-    return _dot_flops(i.type, lhs, [int(d) for d in json.loads(match.group(1))])
-
-
-def _dims(attributes: str, name: str) -> list[int]:
-    match = re.search(rf"\b{name}=\{{([\d,]*)\}}", attributes)
-    return [int(d) for d in match.group(1).split(",") if d] if match else []
-
-
-def _first_array(kind: Type | None) -> Array | None:
-    return next(iter(arrays(kind)), None) if kind is not None else None
