@@ -21,11 +21,13 @@ from zero2jax.cli.info import environment_report, print_environment
 from zero2jax.cli.launch import launch, split_script
 from zero2jax.cli.plan import (
     Chosen,
+    LinkOptions,
+    TargetOptions,
     check_devices,
     load_function,
-    parse_axes,
     parse_set,
     parse_vary,
+    plan_settings,
     run_activations,
     run_plan,
     run_search,
@@ -35,8 +37,7 @@ from zero2jax.cli.usage import UsageError
 from zero2jax.config.check import examine
 from zero2jax.config.reading import ConfigError
 from zero2jax.planning.estimate import STAGES, BytesPerParam, ModelStates, largest_model
-from zero2jax.planning.planner import PlanSettings
-from zero2jax.planning.targets import DEVICES_PER_HOST, MEMORY_FRACTION, get_target
+from zero2jax.planning.targets import DEVICES_PER_HOST
 
 _DOES_NOT_TRAIN = 1
 _USAGE_ERROR = 2
@@ -98,48 +99,35 @@ def info(json: bool = False) -> None:
 
 def plan(
     program: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:FUNCTION")],
-    axes: str,
-    target: str = "local",
+    target: tyro.conf.OmitArgPrefixes[TargetOptions],
+    links: tyro.conf.OmitArgPrefixes[LinkOptions],
     config: str | None = None,
     json: bool = False,
     png: str | None = None,
     search: bool = False,
     vary: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = (),
     set: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = (),
-    devices_per_host: int = DEVICES_PER_HOST,
-    memory_fraction: float = MEMORY_FRACTION,
-    in_node_gb_per_s: float | None = None,
-    across_gb_per_s: float | None = None,
 ) -> None:
     """Compile the step for GPUs that need not be here: does it fit, what does it communicate, what is hidden?
 
     Args:
         program: A function that returns a zero2jax.Program, as in examples.gpt.program:program.
-        axes: Mesh axes, data=8 or data=25,model=16.
-        target: v100-32gb, a100-80gb, h100-80gb, h200, b200, local or cpu.
+        target: What to compile for.
+        links: How fast the links are.
         config: DeepSpeed JSON; without one, stage 2 with bf16. Its optimizer goes before the program's.
         json: Print JSON.
         png: Write a picture of memory over the schedule there.
         search: Compile every stage and number of microbatches, and whatever --vary says; print the frontier.
         vary: For --search, KEY=VALUE,VALUE with key paths of the configuration or program.NAME for arguments.
         set: KEY=VALUE, the same with one value, program.batch=32 for instance; with or without --search.
-        devices_per_host: Devices of one host.
-        memory_fraction: Part of a card that the program may use (XLA_CLIENT_MEM_FRACTION).
-        in_node_gb_per_s: What one device can send to others of its host, instead of the target's figure.
-        across_gb_per_s: What one device can send to other hosts, instead of the target's figure.
     """
     if vary and not search:
         raise UsageError("--vary is for --search: add --search, or give one value with --set.")
     if png is not None and search:
         raise UsageError("--png draws one plan: leave out --search, and draw the setting that you choose.")
-    sizes, varied = parse_axes(axes), parse_vary([item for items in vary for item in items])
-    in_node, across = (None if x is None else 1e9 * x for x in (in_node_gb_per_s, across_gb_per_s))
-    try:
-        chosen = get_target(target).with_rates(in_node, across)
-        settings = PlanSettings(sizes, chosen, devices_per_host, memory_fraction)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    set_up_jax(target, sizes)
+    varied = parse_vary([item for items in vary for item in items])
+    settings = plan_settings(target, links)
+    set_up_jax(target.target, settings.axes)
     chosen_program = Chosen(
         load_function(program), config, parse_set([item for items in set for item in items])
     )
@@ -152,37 +140,27 @@ def plan(
 
 def activations(
     program: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:FUNCTION")],
-    axes: str,
-    target: str = "local",
+    target: tyro.conf.OmitArgPrefixes[TargetOptions],
     config: str | None = None,
     policies: tuple[str, ...] = (),
     json: bool = False,
     set: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = (),
-    devices_per_host: int = DEVICES_PER_HOST,
-    memory_fraction: float = MEMORY_FRACTION,
 ) -> None:
     """Compile the step under each remat policy: what it keeps in memory, and what it recomputes.
 
     Args:
         program: A function that returns a zero2jax.Program, as in examples.gpt.program:program.
-        axes: Mesh axes, data=8 or data=25,model=16.
-        target: v100-32gb, a100-80gb, h100-80gb, h200, b200, local or cpu.
+        target: What to compile for.
         config: DeepSpeed JSON; without one, stage 2 with bf16.
         policies: Words of zero2jax.remat_policy, or nested; all that need no names of your own, if absent.
         json: Print JSON.
         set: KEY=VALUE with a key path of the configuration, or program.NAME for an argument of the function.
-        devices_per_host: Devices of one host.
-        memory_fraction: Part of a card that the program may use (XLA_CLIENT_MEM_FRACTION).
     """
-    sizes = parse_axes(axes)
     unknown = [policy for policy in policies if policy not in known_words()]
     if unknown:
         raise UsageError(f"reading --policies {unknown[0]}: {did_you_mean(unknown[0], known_words())}")
-    try:
-        settings = PlanSettings(sizes, get_target(target), devices_per_host, memory_fraction)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    set_up_jax(target, sizes)
+    settings = plan_settings(target)
+    set_up_jax(target.target, settings.axes)
     chosen = Chosen(load_function(program), config, parse_set([item for items in set for item in items]))
     check_devices(settings)
     run_activations(chosen, settings, policies, as_json=json)

@@ -28,7 +28,55 @@ from zero2jax.config.reading import DEFAULT_CONFIG, Source, read_config
 from zero2jax.planning.planner import PlanSettings, Program, compile_plan, lower_plan, prepare_plan
 from zero2jax.planning.policy_table import POLICIES, tabulate_policies
 from zero2jax.planning.search import MICROBATCHES, PROGRAM, STAGE, config_with, search_plans
-from zero2jax.planning.targets import target_mesh
+from zero2jax.planning.targets import DEVICES_PER_HOST, MEMORY_FRACTION, get_target, target_mesh
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetOptions:
+    """What to compile for.
+
+    Attributes:
+        axes: Mesh axes, data=8 or data=25,model=16.
+        target: v100-32gb, a100-80gb, h100-80gb, h200, b200, local or cpu.
+        devices_per_host: Devices of one host.
+        memory_fraction: Part of a card that the program may use (XLA_CLIENT_MEM_FRACTION).
+    """
+
+    axes: str
+    target: str = "local"
+    devices_per_host: int = DEVICES_PER_HOST
+    memory_fraction: float = MEMORY_FRACTION
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinkOptions:
+    """How fast the links are, instead of the target's figures.
+
+    Attributes:
+        in_node_gb_per_s: What one device can send to others of its host.
+        across_gb_per_s: What one device can send to other hosts.
+    """
+
+    in_node_gb_per_s: float | None = None
+    across_gb_per_s: float | None = None
+
+
+def plan_settings(on: TargetOptions, links: LinkOptions | None = None) -> PlanSettings:
+    """The settings that the options say.
+
+    Raises:
+      UsageError: an option cannot be read, or says what no target or mesh can be.
+    """
+    links = links or LinkOptions()
+    axes = parse_axes(on.axes)
+    try:
+        in_node, across = (
+            None if x is None else 1e9 * x for x in (links.in_node_gb_per_s, links.across_gb_per_s)
+        )
+        target = get_target(on.target).with_rates(in_node, across)
+        return PlanSettings(axes, target, on.devices_per_host, on.memory_fraction)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def parse_axes(axes: str) -> dict[str, int]:
