@@ -13,12 +13,12 @@ from helpers import FP32, assert_trees_close, assert_trees_equal, make_engine, t
 import zero2jax
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_microbatches_in_bf16_add_up_in_fp32(stage):
+@pytest.mark.parametrize(("stage", "reduce_dtype"), [(1, "float32"), (2, None), (3, None)])
+def test_microbatches_in_bf16_add_up_in_fp32(stage, reduce_dtype):
     """The accumulator: a bf16 sum stays at 1, since each 2**-9 is below half of its last place, 2**-7.
 
-    Every gradient is exact in bf16, the sum 1 + 63 * 2**-9 and its 64th part in fp32. What is reduced in bf16 after the
-    last microbatch (stage 1) is on one device, so nothing rounds.
+    Every gradient is exact in bf16, the sum 1 + 63 * 2**-9 and its 64th part in fp32. Stage 1 reduces the sum, and so
+    in fp32 here; the others reduce each gradient, in bf16.
     """
     rows = np.full((64, 1), 2.0**-9, np.float32)
     rows[0] = 1
@@ -29,7 +29,7 @@ def test_microbatches_in_bf16_add_up_in_fp32(stage):
         tx=optax.sgd(1.0),
         stage=stage,
         num_microbatches=64,
-        precision=zero2jax.Precision(reduce_dtype=jnp.float32),
+        precision=zero2jax.Precision(reduce_dtype=reduce_dtype),
     )
     state, (metrics,) = train(engine, engine.init({"w": jnp.zeros(1)}), [rows])
     mean = (1 + 63 * 2.0**-9) / 64
