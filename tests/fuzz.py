@@ -313,11 +313,12 @@ class Oracle:
         frozen = jax.tree.map(
             lambda x: x.mean(0) if jnp.issubdtype(x.dtype, jnp.floating) else x.max(0), aux.pop("frozen", {})
         )
-        mean = lambda x: jnp.tensordot(weight, x.astype(jnp.float32), 1) / weight.sum()
+        total = jnp.where(weight.sum() == 0, 1, weight.sum())  # without any weight every mean is 0
+        mean = lambda x: jnp.tensordot(weight, x.astype(jnp.float32), 1) / total
         means = jax.tree.map(lambda x: mean(x) if jnp.issubdtype(x.dtype, jnp.floating) else x.sum(0), aux)
         if draw.weights != "none":
             means["weight"] = weight.sum()
-        largest = [jnp.max(jnp.abs(g), initial=0.0) * weight.max() * slices / weight.sum() for g in grads]
+        largest = [jnp.max(jnp.abs(g), initial=0.0) * weight.max() * slices / total for g in grads]
         return mean(value), means, frozen, [mean(g) for g in grads], largest
 
     def _update(
