@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 OUT ?= out/demo
 RESUME_OUT ?= out/resume
 
-.PHONY: demo resume test lint docs bench clean
+.PHONY: demo resume test fuzz lint docs bench clean
 
 demo: $(VENV)/.example
 	$(BIN)/python examples/gpt/train.py --devices 8 --out $(OUT)
@@ -21,6 +21,12 @@ resume: $(VENV)/.example
 
 test: $(VENV)/.$(EXTRAS)
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --doctest-modules zero2jax tests
+
+# N random combinations of settings against one device, from seed FIRST on
+N ?= 1000
+FIRST ?= 100
+fuzz: $(VENV)/.$(EXTRAS)
+	FUZZ_FIRST=$(FIRST) FUZZ_N=$(N) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 tests/test_property.py -k random_combination
 
 lint: $(VENV)/.$(EXTRAS)
 	$(BIN)/ruff check .

@@ -92,6 +92,19 @@ def test_update_alone_takes_fresh_arrays_eagerly_and_jitted(stage):
         assert describe(state) == describe(tx.init(params))
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize(("stage", "rows"), [(0, 16), (1, 16), (2, 16), (3, 2)])
+def test_updates_are_full_but_at_stage_3_whose_updates_stay_in_shards(stage, rows, jitted):
+    mesh = zero2jax.make_mesh(data=8)
+    tx = zero2jax.shard_optimizer(optax.adam(1e-2), mesh, stage=stage)
+    spec = P("data") if stage == 3 else P()
+    params = {"w": jax.device_put(np.ones((16, 4), np.float32), jax.NamedSharding(mesh, spec))}
+    params["odd"] = jax.device_put(np.ones((3, 5), np.float32), jax.NamedSharding(mesh, P()))
+    updates, _ = (jax.jit(tx.update) if jitted else tx.update)(params, tx.init(params), params)
+    held = {name: {shard.data.shape for shard in x.addressable_shards} for name, x in updates.items()}
+    assert held == {"w": {(rows, 4)}, "odd": {(3, 5)}}  # what does not divide is stored in full
+
+
 @contextlib.contextmanager
 def compilations(compiled):
     """Append to a list whenever a program is compiled."""

@@ -129,3 +129,24 @@ def test_a_slice_along_the_model_axis_gathers_first(stage):
     expected, grads = jax.value_and_grad(sliced)(params, x)
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
     np.testing.assert_allclose(engine.params(state)["w"], params["w"] - 0.1 * grads["w"], atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_are_summed_in_bf16_beside_a_model_axis(stage):
+    """A sum in 16 bits over one automatic axis of two would end the process in XLA's CPU compiler."""
+    params = {
+        "w": np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3),
+        "placed": np.ones((4, 2), np.float32),
+    }
+    x = np.linspace(-2, 1, 24, dtype=np.float32).reshape(6, 4)
+    tanh_loss = lambda p, b: (jnp.tanh(b @ p["w"]).sum(1) + (b @ p["placed"]).sum(1)).mean()
+    after = {}
+    for name, axes in {"data": {"data": 2}, "data x model": {"data": 2, "model": 2}}.items():
+        specs = {"w": P(), "placed": P(None, "model")} if "model" in axes else None
+        engine = zero2jax.Engine(
+            tanh_loss, optax.sgd(0.1), zero2jax.make_mesh(**axes), stage=stage, param_specs=specs
+        )
+        after[name] = engine.params(engine.step(engine.init(params), x)[0])
+    assert np.abs(after["data"]["w"] - params["w"]).max() > 1e-2
+    # one bf16 rounding (2**-9) of a gradient below 2, times the learning rate
+    assert_trees_close(after["data x model"], after["data"], atol=0.1 * 2 * 2**-9)

@@ -12,8 +12,9 @@ time: in one piece, the compiler copies the stack into another layout.
 
 A collective over `data` inside a `shard_map` that is manual over `data` only sees operands that are replicated
 over the automatic axes: a gradient sharded over `model` would first be all-gathered over `model` and then reduced
-in full, M times the bytes. So where a value is placed on other axes, the collective runs in an inner `shard_map` that
-is manual over those too. (Sharding constraints around the collective do not help.)
+in full, M times the bytes. So on a mesh with other axes the collective runs in an inner `shard_map` that is manual over
+those too. (Sharding constraints around the collective do not help; and without it, XLA's CPU compiler ends the process
+at a sum in 16 bits: "Invalid binary instruction opcode copy".)
 
 ZeRO, arXiv:1910.02054, section 5.
 """
@@ -25,6 +26,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from zero2jax.base.mesh import padded_size
@@ -165,13 +167,15 @@ def psum(x: jax.Array, axis_name: str, placement: Placement = ()) -> jax.Array:
 def _on_local_shard(
     collective: Callable[[jax.Array], jax.Array], placement: Placement
 ) -> Callable[[jax.Array], jax.Array]:
-    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in placement]
-    names = {name for entry in entries for name in entry if name is not None}
+    """`collective` on what this device holds, manual over the automatic axes too."""
+    mesh = jax.sharding.get_abstract_mesh()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    names = {name for name, axis_type in types if axis_type != AxisType.Manual}
     if not names:
         return collective
     return jax.shard_map(
         collective,
-        mesh=jax.sharding.get_abstract_mesh(),
+        mesh=mesh,
         in_specs=P(*placement),
         out_specs=P(*placement),
         axis_names=names,

@@ -1,0 +1,86 @@
+"""A hundred random combinations of settings, losses and meshes against one device; see `fuzz`.
+
+`make fuzz N=2000 FIRST=1000` tries others.
+"""
+
+import dataclasses
+import os
+
+import fuzz
+import jax
+import pytest
+
+FIRST, NUM = int(os.environ.get("FUZZ_FIRST", "0")), int(os.environ.get("FUZZ_N", "100"))
+
+
+@pytest.fixture
+def drop_compiled():
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("drop_compiled")
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + NUM))
+def test_a_random_combination_equals_one_device(seed):
+    fuzz.check(fuzz.draw(seed))
+
+
+def test_the_draws_hold_every_choice_and_every_model():
+    draws = [fuzz.draw(seed) for seed in range(100)]
+    seen = lambda name: {str(getattr(draw, name)) for draw in draws}
+    assert seen("model") == set(fuzz.fuzz_models.MODELS)
+    assert seen("mesh") == {str(mesh) for mesh in fuzz.MESHES}
+    assert seen("optimizer") == set(fuzz.TRANSFORMATIONS)
+    assert {(draw.stage, draw.gather) for draw in draws} >= {(2, "once"), *((n, "auto") for n in range(4))}
+    grouped = [draw for draw in draws if "replica" in draw.mesh]
+    together = {
+        "groups and a frozen leaf": any(not all(draw.trainable) for draw in grouped),
+        "groups and a sum": any(draw.reduction == "sum" for draw in grouped),
+        "groups and microbatches": any(draw.over_replicas and draw.num_microbatches > 1 for draw in grouped),
+        "bf16 and microbatches": any(d.compute_dtype == "bfloat16" and d.num_microbatches > 1 for d in draws),
+        "a key and weights": any(draw.takes_rng and draw.weights == "some zero" for draw in draws),
+        "a model axis and placed parameters": any("model" in d.mesh and d.kind.specs for d in draws),
+        "a partitioned activation": any((d.activations or {}).get("partition_axis") for d in draws),
+    }
+    assert all(together.values()), together
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A draw with everything at once, and what the engine gives."""
+    draw = dataclasses.replace(
+        fuzz.draw(0),
+        model="network",
+        stage=2,
+        mesh={"replica": 2, "data": 2},
+        over_replicas=True,
+        num_microbatches=2,
+        optimizer="sgd_momentum",
+        clip_norm=1.0,
+        reduction="sum",
+        weights="positive",
+        takes_rng=True,
+    )
+    return draw, fuzz.by_engine(draw)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"reduction": "mean"}, {"clip_norm": 1.01}, {"weights": "some zero"}, {"takes_rng": False}],
+    ids=str,
+)
+def test_the_comparison_notices_another_setting(trained, other):
+    """A norm clipped one percent higher is another training, too."""
+    draw, found = trained
+    with pytest.raises(AssertionError, match="found"):
+        fuzz.compare(found, *fuzz.expected(dataclasses.replace(draw, **other)))
+
+
+def test_the_note_on_a_failure_is_the_command_that_repeats_it(monkeypatch):
+    def differ(*_):
+        raise AssertionError("found")
+
+    monkeypatch.setattr(fuzz, "by_engine", differ)
+    with pytest.raises(AssertionError) as caught:
+        fuzz.check(fuzz.draw(3))
+    assert caught.value.__notes__[0].endswith("Repeat it with: make fuzz N=1 FIRST=3")
