@@ -138,6 +138,94 @@ TRANSFORMATIONS = {
 }
 
 
+def _sam(**settings):
+    normalized = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+    return optax.contrib.sam(optax.sgd(0.1), normalized, sync_period=2, **settings)
+
+
+ASKING = {  # and the arguments that each has in plain optax
+    "sam": (_sam, ()),
+    "chain of sam": (lambda: optax.chain(optax.clip(1.0), _sam()), ()),
+    "sam, opaque": (lambda: _sam(opaque_mode=True), ("grad_fn",)),
+    "lbfgs": (optax.lbfgs, ("value", "grad", "value_fn")),
+    "backtracking": (
+        lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10)),
+        ("value", "grad", "value_fn"),
+    ),
+    "polyak": (optax.polyak_sgd, ("value",)),
+    "sophia": (lambda: optax.chain(optax.clip(1.0), optax.contrib.sophia(1e-2)), ("obj_fn",)),
+}
+
+
+def _plain_steps(tx, asked, batches):
+    """Final parameters and losses on one device, `tx.update` called as its documentation says."""
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        loss = functools.partial(mean_loss, batch=batch)
+        value, grad = jax.value_and_grad(loss)(params)
+        grad_fn = lambda params, i: jax.grad(loss)(params)
+        known = {"value": value, "grad": grad, "value_fn": loss, "obj_fn": loss, "grad_fn": grad_fn}
+        updates, opt_state = tx.update(grad, opt_state, params, **{name: known[name] for name in asked})
+        return optax.apply_updates(params, updates), opt_state, value
+
+    params, losses = make_params(), []
+    opt_state = tx.init(params)
+    for batch in batches:
+        params, opt_state, value = step(params, opt_state, batch)
+        losses.append(float(value))
+    return params, losses
+
+
+@functools.cache
+def _asked(name):
+    make, asked = ASKING[name]
+    return _plain_steps(make(), asked, make_batches(3))
+
+
+@pytest.mark.parametrize("name", ASKING)
+@pytest.mark.parametrize(
+    ("stage", "num_shards", "num_microbatches"),
+    [(0, 3, 1), (1, 3, 1), (2, 1, 1), (2, 3, 2), (3, 1, 1), (3, 3, 1)],
+)
+def test_an_optimizer_gets_the_arguments_that_it_takes_and_no_others(
+    name, stage, num_shards, num_microbatches
+):
+    """Functions of the parameters too: the loss of the same batch, its gradient made as the stage makes it."""
+    engine = make_engine(num_shards, tx=ASKING[name][0](), stage=stage, num_microbatches=num_microbatches)
+    state, metrics = train(engine, engine.init(make_params()), make_batches(3))
+    params, losses = _asked(name)
+    np.testing.assert_allclose([float(m["loss"]) for m in metrics], losses, rtol=RTOL)
+    assert_trees_close(engine.params(state), params, rtol=RTOL, atol=ATOL)
+
+
+def test_a_line_search_sees_the_mean_loss_where_gradients_are_summed():
+    """The direction is N times the gradient, and the step that the search finds is the same."""
+    search = lambda: optax.chain(optax.scale(-1.0), optax.scale_by_zoom_linesearch(15))
+    found = []
+    for reduction in ("mean", "sum"):
+        engine = make_engine(2, tx=search(), reduction=reduction)
+        state, (metrics,) = train(engine, engine.init(make_params()), make_batches(1))
+        found.append(float(engine.evaluate(state, make_batches(1)[0])))
+        assert found[-1] < 0.75 * float(metrics["loss"])
+
+
+def test_an_argument_that_nobody_has_is_asked_for_by_name():
+    def update(updates, state, params=None, *, curvature, **extra_args):
+        return jax.tree.map(lambda g: -curvature * g, updates), state
+
+    tx = optax.chain(
+        optax.clip(1.0), optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+    )
+    engine = make_engine(2, tx=tx)
+    state = engine.init(make_params())
+    with pytest.raises(
+        ValueError, match=r"needs the arguments 'curvature'.*step\(state, batch, name=array\).*shard_op"
+    ):
+        engine.step(state, make_batch())
+    engine.step(state, make_batch(), curvature=jnp.float32(1))  # nothing was donated
+
+
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_any_optax_transformation_gives_the_unsharded_result(name):
     tx, batches = TRANSFORMATIONS[name](), make_batches(4)
@@ -413,6 +501,51 @@ def test_stage_2_and_3_losses_equal_stage_1_to_the_last_bits():
     assert losses[1][0] == losses[2][0] == losses[3][0]
     np.testing.assert_allclose(losses[2], losses[1], rtol=1e-6)
     np.testing.assert_allclose(losses[3], losses[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_frozen_leaves_of_every_kind_may_be_returned(stage, num_shards):
+    """Floating and complex: the mean over slices. Integers: the largest. Keys: those of the first slice."""
+
+    def loss(params, batch):
+        place = batch["place"][0]
+        new = {
+            "key": jax.random.fold_in(params["key"], place),
+            "keys": params["keys"],
+            "complex": params["complex"] + 1j * place,
+            "count": params["count"] + place.astype(jnp.int8),
+            "fp8": params["fp8"] + 1,
+            "flag": place > 0,
+        }
+        return params["w"].sum() * batch["weight"].mean(), {"frozen": new}
+
+    params = {
+        "w": jnp.ones(5),
+        "key": jax.random.key(3),
+        "keys": jax.random.split(jax.random.key(4), 3),
+        "complex": jnp.ones(4, jnp.complex64),
+        "count": jnp.ones(2, jnp.int8),
+        "fp8": jnp.ones(2, jnp.float8_e4m3fn),
+        "flag": jnp.bool_(False),
+    }
+    engine = make_engine(
+        num_shards, loss_fn=loss, stage=stage, num_microbatches=2, trainable=lambda path, _: path == "w"
+    )
+    state = engine.init(params)
+    batch = make_batch(6) | {"place": np.arange(6, dtype=np.int32)}
+    before = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state)
+    state, _ = engine.step(state, batch)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state) == before
+    found = engine.params(state)
+    firsts = np.arange(0, 6, 3 // num_shards)  # the first example of each slice
+    expected_key = jax.random.fold_in(params["key"], 0)
+    assert_trees_equal(jax.random.key_data(found["key"]), jax.random.key_data(expected_key))
+    assert_trees_equal(jax.random.key_data(found["keys"]), jax.random.key_data(params["keys"]))
+    np.testing.assert_allclose(found["complex"], 1 + 1j * firsts.mean(), rtol=1e-6)
+    np.testing.assert_array_equal(found["count"], 1 + firsts.max())
+    np.testing.assert_array_equal(found["fp8"].astype(np.float32), 2)
+    assert bool(found["flag"])
 
 
 @pytest.mark.parametrize("from_function", [False, True])
