@@ -224,18 +224,15 @@ def _scalar(x: Any, name: str, *, integers: bool = False) -> jax.Array:
             f"tracing the loss function: {name} is {given}, and it must be one floating scalar. Return the mean over "
             f"the examples of the batch, as a scalar or as (scalar, aux)."
         )
-    return jnp.asarray(x).astype(
-        _wide(x) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else jnp.float32
-    )
+    x = jnp.asarray(x)
+    return _widened(x) if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
 
 
-def _wide(x: Any) -> Any:
-    """The dtype that values like `x` are added in: at least 32 bits."""
-    dtype = jnp.result_type(x)
-    if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype.itemsize >= 4:
-        return dtype
-    # not by promotion, which int4 and fp8 do not have
-    return jnp.dtype(jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32)
+def _widened(x: jax.Array) -> jax.Array:
+    """`x` in the dtype that it is added in, of at least 32 bits; not by promotion, which int4 and fp8 do not have."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended) or x.dtype.itemsize >= 4:
+        return x
+    return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
 
 
 class WeightedSum(NamedTuple):
@@ -260,15 +257,14 @@ class WeightedSum(NamedTuple):
     @classmethod
     def of(cls, terms: LossTerms) -> "WeightedSum":
         """The addends of one slice. A slice of weight 0 adds 0, whatever its loss is."""
-        widened = lambda x: x.astype(_wide(x))
 
         def scaled(x: jax.Array) -> jax.Array:
-            wide = widened(x)
+            wide = _widened(x)
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 return wide
             return jnp.where(terms.weight == 0, jnp.zeros_like(wide), wide * terms.weight.astype(wide.dtype))
 
-        frozen = jax.tree.map(widened, terms.frozen)
+        frozen = jax.tree.map(_widened, terms.frozen)
         return cls(scaled(terms.loss), terms.weight, jax.tree.map(scaled, terms.aux), frozen)
 
     def over_microbatches(self) -> "WeightedSum":
