@@ -14,6 +14,7 @@ import pytest
 from helpers import FP32, assert_trees_close, make_engine
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from spawn import launch, results, write_program
 
 import zero2jax
 
@@ -355,3 +356,37 @@ def test_float64_stays_float64(stage, n, num_microbatches, weighted):
         np.testing.assert_allclose(found, 2 * x.T @ (share * (x @ w)), rtol=1e-14)
         assert metrics["loss"].dtype == metrics["weight"].dtype == metrics["grad_norm"].dtype == np.float64
         np.testing.assert_allclose(metrics["loss"], share @ (x @ w) ** 2, rtol=1e-15)
+
+
+# --- several processes -------------------------------------------------------------------------------------------
+
+ARGUMENTS = """
+import json
+import jax.numpy as jnp, numpy as np, optax
+import zero2jax
+
+me = zero2jax.init_distributed(initialization_timeout_s=120).process_index
+loss = lambda p, b, *, beta: jnp.mean(b @ p) * beta.sum()
+engine = zero2jax.Engine(loss, optax.sgd(0.5), precision="fp32", num_microbatches=2)
+state = engine.init(np.ones(3, np.float32))
+found = []
+for beta in (np.ones(2, np.float32), np.full(2, 2, np.float32)):
+    state, metrics = engine.step(state, np.ones((8, 3), np.float32), loss_args={"beta": beta})
+    found.append(float(metrics["loss"]))
+try:
+    engine.step(state, np.ones((8, 3), np.float32), loss_args={"beta": np.full(2, me, np.float32)})
+except ValueError as error:
+    found.append(str(error))
+print(json.dumps(found), flush=True)
+"""
+
+
+def test_loss_args_are_the_same_in_all_processes(tmp_path):
+    found = results(launch(write_program(tmp_path, ARGUMENTS), processes=2))
+    assert sorted(found) == [0, 1]
+    for (numbers,) in found.values():
+        # loss 3 * 1 * 2 = 6; w = 1 - 0.5 * 2 = 0; then 0
+        assert numbers[:2] == [6, 0]
+        assert numbers[2].startswith(
+            "placing loss_args: an array of shape (2,) is not the same in all 2 processes"
+        )

@@ -44,7 +44,7 @@ ASKING = {  # and the arguments that each has in plain optax
 }
 
 
-def _plain_steps(tx, asked, batches):
+def _plain_steps(tx, asked, batches, times=1):
     """Final parameters and losses on one device, `tx.update` called as its documentation says."""
 
     @jax.jit
@@ -53,7 +53,8 @@ def _plain_steps(tx, asked, batches):
         value, grad = jax.value_and_grad(loss)(params)
         grad_fn = lambda params, i: jax.grad(loss)(params)
         known = {"value": value, "grad": grad, "value_fn": loss, "obj_fn": loss, "grad_fn": grad_fn}
-        updates, opt_state = tx.update(grad, opt_state, params, **{name: known[name] for name in asked})
+        grads, args = optax.tree.scale(times, grad), {name: known[name] for name in asked}
+        updates, opt_state = tx.update(grads, opt_state, params, **args)
         return optax.apply_updates(params, updates), opt_state, value
 
     params, losses = PARAMS, []
@@ -72,7 +73,7 @@ def _asked(name):
 
 @pytest.mark.parametrize("name", ASKING)
 @pytest.mark.parametrize("num_shards", [1, 3])
-@pytest.mark.parametrize(("stage", "num_microbatches"), [(0, 1), (1, 2), (2, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("stage", "num_microbatches"), [(0, 1), (1, 2), (2, 2), (3, 1)])
 def test_an_optimizer_gets_the_arguments_that_it_takes_and_no_others(
     name, stage, num_shards, num_microbatches
 ):
@@ -86,15 +87,14 @@ def test_an_optimizer_gets_the_arguments_that_it_takes_and_no_others(
     assert_trees_close(engine.params(state), params, rtol=RTOL, atol=ATOL)
 
 
-def test_a_line_search_sees_the_loss_fn_where_gradients_are_summed():
-    """The direction is N times the gradient, and the step that the search finds is the same."""
+def test_a_line_search_sees_the_mean_loss_where_gradients_are_summed():
+    """The direction is N times the gradient; value, gradient and function that the search looks at are of the mean."""
     search = lambda: optax.chain(optax.scale(-1.0), optax.scale_by_zoom_linesearch(15))
-    found = []
-    for reduction in ("mean", "sum"):
-        engine = make_engine(2, loss_fn=loss_fn, tx=search(), reduction=reduction)
-        state, (metrics,) = train(engine, engine.init(PARAMS), BATCHES[:1])
-        found.append(float(engine.evaluate(state, BATCHES[0])))
-        assert found[-1] < 0.75 * float(metrics["loss"])
+    engine = make_engine(2, loss_fn=loss_fn, tx=search(), reduction="sum")
+    state, metrics = train(engine, engine.init(PARAMS), BATCHES)
+    params, losses = _plain_steps(search(), ("value", "grad", "value_fn"), BATCHES, times=2)
+    np.testing.assert_allclose([float(m["loss"]) for m in metrics], losses, rtol=RTOL)
+    assert_trees_close(engine.params(state), params, rtol=RTOL, atol=ATOL)
 
 
 def test_an_argument_that_nobody_has_is_asked_for_by_name():
