@@ -71,6 +71,31 @@ def test_loss_args_reach_the_loss_and_other_values_compile_nothing(stage, n):
     assert lowered[0] == lowered[1]
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_loss_args_reach_rewritten_layers_and_every_group(stage):
+    """With activation settings, whose profile is traced with them, and over groups of devices."""
+
+    def loss(params, batch, *, beta):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w) * beta, None), batch, params)
+        return (x**2).mean()
+
+    params = np.random.default_rng(1).normal(size=(4, 5, 5)).astype(np.float32)
+    expected, _ = plain_steps(loss, optax.sgd(0.1), params, [X] * 2, [{"beta": 0.5}, {"beta": 2.0}])
+    engine = zero2jax.Engine(
+        loss,
+        optax.sgd(0.1),
+        zero2jax.make_mesh(replica=2, data=3),
+        stage=stage,
+        precision=FP32,
+        activations=zero2jax.ActivationSettings(policy="dots"),
+    )
+    state = engine.init(params, batch=X, loss_args={"beta": 0.5})
+    assert engine.activation_profile(X, loss_args={"beta": 0.5}).segments
+    for beta in (0.5, 2.0):
+        state, _ = engine.step(state, X, loss_args={"beta": beta})
+    assert_trees_close(engine.params(state), jnp.asarray(expected), rtol=RTOL, atol=ATOL)
+
+
 def test_loss_args_and_a_random_key_do_not_meet():
     def loss(params, batch, rng, *, beta):
         return loss_fn(params, batch) + 0 * jax.random.normal(rng) + beta
@@ -377,14 +402,15 @@ try:
     engine.step(state, np.ones((8, 3), np.float32), loss_args={"beta": np.full(2, me, np.float32)})
 except ValueError as error:
     found.append(str(error))
-print(json.dumps(found), flush=True)
+print(json.dumps({"found": found}), flush=True)
 """
 
 
 def test_loss_args_are_the_same_in_all_processes(tmp_path):
     found = results(launch(write_program(tmp_path, ARGUMENTS), processes=2))
     assert sorted(found) == [0, 1]
-    for (numbers,) in found.values():
+    for (printed,) in found.values():
+        numbers = printed["found"]
         # loss 3 * 1 * 2 = 6; w = 1 - 0.5 * 2 = 0; then 0
         assert numbers[:2] == [6, 0]
         assert numbers[2].startswith(

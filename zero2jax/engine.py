@@ -1,6 +1,6 @@
 """The training engine: `init`, `step`, `evaluate`, `params` on an unmodified loss function. Global arrays.
 
-`jax.jit`, donation and the checks before tracing live here; `step` holds the pure functions that are jitted.
+The checks before tracing live here; `zero.step` holds the pure functions, and `zero.compiled` jits them.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ class Engine:
     Args:
       loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, rng)`, returning the mean over the examples it
         is given as a scalar, or `(scalar, aux)`; see `zero2jax.base.losses` for the names in `aux` that have a meaning.
-      tx: any optax transformation.
+      tx: an optax transformation; its update may ask for the loss as a function, see `step`.
       mesh: mesh with an axis `axis_name` and any further axes, all of type Auto; None puts all devices on that axis.
       stage: 0 replicates the state; 1 shards masters and optimizer state; 2 also reduces gradients into shards where
         backward makes them; 3 also gathers parameters again in backward instead of holding them.
@@ -280,9 +280,8 @@ class Engine:
             scalar; at the first step, processes were given different loss functions or optimizers (named).
           TypeError: the loss function takes other arguments.
         """
-        check_state(state, self.layout)
-        check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         state = place_state(state, self.layout, self.mesh)
+        check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         args = (state, *self._placed(batch, loss_args), extra_args)
         wanted = self.activations is not None and self.activations.profile
         profile = self._profiled(batch, loss_args) if wanted else None  # before the state is donated
@@ -308,9 +307,8 @@ class Engine:
         `loss_fn` stands in for the engine's, to turn dropout off, say; `loss_args` as for `step`. The state is not
         donated.
         """
-        check_state(state, self.layout)
-        check_batch(batch, self.num_batch_shards, 1)
         state = place_state(state, self.layout, self.mesh)
+        check_batch(batch, self.num_batch_shards, 1)
         evaluate = self._compiled.evaluate(loss_fn or self.loss_fn)
         args = (state, *self._placed(batch, loss_args))
         with self._running(is_traced(args)):
@@ -319,7 +317,6 @@ class Engine:
 
     def params(self, state: TrainState) -> PyTree:
         """Full parameters on every device, fp32 masters at their true shapes, gathered a layer at a time."""
-        check_state(state, self.layout)
         state = place_state(state, self.layout, self.mesh)
         with self._running(is_traced(state)):
             return self._settled(self._compiled.params(state.params))

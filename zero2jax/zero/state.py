@@ -167,24 +167,43 @@ def _check_floating(shapes: PyTree, trainable: tuple[bool, ...]) -> None:
 
 
 def check_state(state: TrainState, layout: Layout) -> None:
-    """Raise an error if this is no state, was donated, or its parameters or optimizer state have another structure."""
-    if not isinstance(state, TrainState):
-        raise TypeError(
-            f"reading the state: found {type(state).__name__}, expected the TrainState that engine.init or the step "
-            f"before returned. A step is state, metrics = engine.step(state, batch)."
-        )
+    """Raise an error if this is no state, or its parameters or optimizer state have another structure or shape."""
+    _check_structure(state, layout)
+    _check_leaves(state, layout)
+
+
+def place_state(state: TrainState, layout: Layout, mesh: Mesh) -> TrainState:
+    """A state that a program may take: checked, still there, with numbers and NumPy arrays in it put in their place.
+
+    Raises:
+      TypeError, ValueError: as `check_state`; the state was donated.
+    """
+    _check_structure(state, layout)
     check_alive(
         state,
         "the state",
         "This state was given to engine.step, which donates it: use the one that it returned, state, metrics = "
         "engine.step(state, batch). To keep one beside, copy it before the step: jax.tree.map(jnp.copy, state).",
     )
+    if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(state)):
+        state = jax.tree.map(_as_kept, state, layout.abstract_state(mesh))
+    _check_leaves(state, layout)
+    return state
+
+
+def _check_structure(state: TrainState, layout: Layout) -> None:
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"reading the state: found {type(state).__name__}, expected the TrainState that engine.init or the step "
+            f"before returned. A step is state, metrics = engine.step(state, batch)."
+        )
     check_same_structure(layout.params.tree, state.params, "the parameters", "`state.params`")
     check_same_structure(layout.opt_state.tree, state.opt_state, "the optimizer state", "`state.opt_state`")
+
+
+def _check_leaves(state: TrainState, layout: Layout) -> None:
     for plan, tree in ((layout.params, state.params), (layout.opt_state, state.opt_state)):
         for leaf, x in zip(plan.leaves, jax.tree.leaves(tree), strict=True):
-            if _is_number_for(leaf, x):
-                continue
             shape, dtype = np.shape(x), getattr(x, "dtype", type(x).__name__)
             if (shape, dtype) != (leaf.rest_shape, leaf.dtype):
                 raise ValueError(
@@ -194,23 +213,13 @@ def check_state(state: TrainState, layout: Layout) -> None:
                 )
 
 
-def place_state(state: TrainState, layout: Layout, mesh: Mesh) -> TrainState:
-    """A checked state with Python numbers and NumPy arrays in it as arrays in their place, for a step to donate."""
-
-    if all(isinstance(x, jax.Array) for x in jax.tree.leaves(state)):
-        return state
-
-    def place(x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
-        return x if isinstance(x, jax.Array) else jax.device_put(np.array(x, like.dtype), like.sharding)
-
-    return jax.tree.map(place, state, layout.abstract_state(mesh))  # type: ignore[no-any-return]
-
-
-def _is_number_for(leaf: LeafPlan, x: Any) -> bool:
-    """Whether `x` is a Python number that a leaf can hold, a new learning rate say."""
-    if leaf.shape != () or not isinstance(x, bool | int | float):
-        return False
-    return bool(jnp.issubdtype(leaf.dtype, jnp.floating) or np.can_cast(type(x), leaf.dtype, "same_kind"))
+def _as_kept(x: Any, like: jax.ShapeDtypeStruct) -> Any:
+    """A number (a new learning rate, say) or a NumPy array as the leaf that it stands for, if it can be that."""
+    fits = isinstance(x, np.ndarray | np.generic) and (x.shape, x.dtype) == (like.shape, like.dtype)
+    if isinstance(x, bool | int | float) and like.shape == ():
+        kind = jnp.issubdtype(like.dtype, jnp.floating)
+        fits = fits or bool(kind or np.can_cast(type(x), like.dtype, "same_kind"))
+    return jax.device_put(np.array(x, like.dtype), like.sharding) if fits else x
 
 
 def place_params(params: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
