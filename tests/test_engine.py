@@ -207,10 +207,10 @@ def test_a_step_may_stand_in_the_users_jit_and_scan(stage, n):
 def test_compiler_options_of_a_step_in_the_users_jit_are_not_lost_in_silence():
     engine = engine_of(compiler_options={"xla_cpu_enable_fast_math": False})
     state = engine.init(PARAMS)
-    with pytest.warns(
-        UserWarning, match=r"the compiler options \['xla_cpu_enable_fast_math'\] have no effect"
-    ):
-        jax.jit(engine.step)(state, X)
+    match = r"the compiler options \['xla_cpu_enable_fast_math'\] have no effect"
+    with pytest.warns(UserWarning, match=match) as found:
+        jax.jit(lambda state, batch: engine.step(state, batch))(state, X)
+    assert {w.filename for w in found} == {__file__}
 
 
 @pytest.mark.parametrize("explicit", [True, False])
@@ -312,6 +312,7 @@ def test_a_loss_that_is_defined_anew_for_each_evaluation_is_warned_of_once():
         for _ in range(5):
             engine.evaluate(state, X, loss_fn=lambda p, b: 2 * loss_fn(p, b))
     assert [str(w.message) for w in caught] == [str(caught[0].message)]
+    assert caught[0].filename == __file__
     assert "is the third function of the same code, and each is compiled anew" in str(caught[0].message)
 
 

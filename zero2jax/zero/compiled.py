@@ -32,30 +32,37 @@ class Compiled:
         self._program = program
         self._options = options
         self._replicated = replicated(program.mesh)
+        self._step: Any = None
+        self._step_inside: Any = None
         self.evaluations: dict[Any, Any] = {}  # by the identity of the loss: it may be unhashable
         self._sources: collections.Counter[Any] = collections.Counter()  # losses compiled of the same code
         self.compared = False  # whether the processes have agreed that they run the same step
 
-    @functools.cached_property
-    def _compiler_options(self) -> dict[str, Any] | None:
-        options = self._options
-        return dict(options(self.layout.params) if callable(options) else options or {}) or None
+    # No `functools.cached_property`, whose frame would hide the user's line from the warnings that are given here.
 
-    @functools.cached_property
+    @property
     def step(self) -> Any:
         """`(state, batch, loss arguments, extra arguments) -> (state, metrics)`, the state donated."""
-        return self._jit_step(donate_argnums=0, compiler_options=self._compiler_options)
+        if self._step is None:
+            self._step = self._jit_step(donate_argnums=0, compiler_options=self._compiler_options() or None)
+        return self._step
 
-    @functools.cached_property
+    @property
     def step_inside(self) -> Any:
         """`step` as a part of a program of the user's, which alone can donate and have options for the compiler."""
-        if self._compiler_options:
-            warnings.warn(
-                f"a step inside of a program of yours: the compiler options {sorted(self._compiler_options)} have no "
-                f"effect there. Give them to your own jax.jit.",
-                stacklevel=3,
-            )
-        return self._jit_step()
+        if self._step_inside is None:
+            self._step_inside = self._jit_step()
+            if options := self._compiler_options():
+                warnings.warn(
+                    f"a step inside of a program of yours: the compiler options {sorted(options)} have no effect "
+                    f"there. Give them to your own jax.jit.",
+                    stacklevel=3,
+                )
+        return self._step_inside
+
+    def _compiler_options(self) -> dict[str, Any]:
+        options = self._options
+        return dict(options(self.layout.params) if callable(options) else options or {})
 
     def _jit_step(self, **options: Any) -> Any:
         shardings = jax.tree.map(lambda x: x.sharding, self.layout.abstract_state(self._program.mesh))
