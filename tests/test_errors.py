@@ -1,5 +1,7 @@
 """Each error of a caller, by its words, before anything is compiled."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,6 +49,32 @@ def test_an_empty_batch_dim_is_refused(engine, state):
 def test_a_batch_leaf_without_a_leading_dim_is_named(engine, state, scalar):
     with pytest.raises(ValueError, match="leaf 'temperature' is a scalar, without a leading dim"):
         engine.step(state, make_batch(16) | {"temperature": scalar})
+
+
+def test_a_scalar_of_the_batch_is_sent_to_loss_args(engine, state):
+    with pytest.raises(ValueError, match=r"engine.step\(state, batch, loss_args=\{'temperature': ...\}\)"):
+        engine.step(state, make_batch(16) | {"temperature": 3.0})
+
+
+@pytest.mark.parametrize("rows", [[1, 2, 3], (0.5,), [[1, 2], [3, 4]]])
+def test_a_list_in_the_batch_is_told_apart_from_a_scalar(engine, state, rows):
+    with pytest.raises(ValueError, match=r"'id(/0)?' is a Python list or tuple of numbers.*np\.asarray"):
+        engine.step(state, make_batch(16) | {"id": rows})
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (np.array(["a", "bc"]), "'text' is an array of <U2"),
+        (np.array([b"a"]), "'text' is an array of |S1"),
+        (np.array(["a", None]), "'text' is an array of object"),
+        (["a", "b"], "'text/0' is a str"),
+        ("abc", "'text' is a str"),
+    ],
+)
+def test_text_in_the_batch_is_named(engine, state, text, found):
+    with pytest.raises(TypeError, match=re.escape(found) + ".*Turn text into token ids"):
+        engine.step(state, make_batch(16) | {"text": text})
 
 
 def test_batch_leaves_of_different_length_are_named(engine, state):
@@ -138,6 +166,25 @@ def test_trainable_leaves_that_are_not_floating_are_all_named():
         make_engine(2).init(params)
 
 
+def test_a_complex_parameter_is_told_how_it_can_be_trained():
+    with pytest.raises(
+        ValueError, match=r"'z' \(complex64\[3\]\).*keep one as a real pair.*jax\.lax\.complex"
+    ):
+        make_engine(2).init({"z": jnp.ones(3, jnp.complex64), "w": jnp.ones(3)})
+
+
+def test_an_init_function_without_its_key_is_told_where_to_pass_it():
+    def init_fn(key, width=3):
+        return {"w": jax.random.normal(key, (width,))}
+
+    with pytest.raises(
+        TypeError, match=r"by init_fn\(key, width=3\) with 0 arguments.*'key'.*engine\.init\(init_fn, jax"
+    ):
+        make_engine(2).init(init_fn)
+    with pytest.raises(TypeError, match="with 3 arguments: too many positional arguments"):
+        make_engine(2).init(init_fn, jax.random.key(0), 4, 5)
+
+
 def test_params_of_another_structure_than_the_state_name_the_first_path(engine, state):
     wrong = dict(state.params)
     del wrong["embed"]
@@ -195,6 +242,76 @@ def test_new_values_for_leaves_that_are_not_frozen_are_refused():
     state = engine.init(make_params())
     with pytest.raises(ValueError, match=r"leaf 'norm' of shape \(2,\) does not fit, expected shape \(5,\)"):
         engine.step(state, make_batch(4))
+
+
+def test_new_values_without_any_frozen_leaf_ask_for_trainable():
+    engine = make_engine(2, loss_fn=lambda p, b: (p["scale"], {"frozen": {"norm": p["norm"]}}))
+    state = engine.init(make_params())
+    with pytest.raises(
+        ValueError, match=r"leaf 'norm', and no parameter is frozen.*trainable=lambda path, leaf: not"
+    ):
+        engine.step(state, make_batch(4))
+
+
+def test_new_values_of_another_kind_are_refused():
+    params = make_params() | {"key": jax.random.key(0)}
+    for new in ({"key": jnp.zeros((), jnp.uint32)}, {"norm": jax.random.split(jax.random.key(0), 5)}):
+        loss_fn = lambda p, b, new=new: (p["scale"], {"frozen": new})
+        engine = make_engine(2, loss_fn=loss_fn, trainable=lambda path, _: path not in ("key", "norm"))
+        state = engine.init(params)
+        with pytest.raises(ValueError, match=r"does not fit, expected (key<fry>|float32) of shape"):
+            engine.step(state, make_batch(4))
+
+
+def test_keys_in_aux_are_refused_by_name():
+    loss_fn = lambda p, b: (p["scale"], {"seen": {"key": jax.random.key(0)}})
+    engine = make_engine(2, loss_fn=loss_fn)
+    state = engine.init(make_params())
+    with pytest.raises(TypeError, match=r"aux holds random keys, 'seen/key', which have no mean"):
+        engine.step(state, make_batch(4))
+
+
+def test_aux_that_is_per_example_is_warned_of():
+    loss_fn = lambda p, b: (
+        p["scale"],
+        {"logits": jnp.ones((b["x"].shape[0], 7)) * p["scale"], "n": jnp.ones(2)},
+    )
+    engine = make_engine(2, loss_fn=loss_fn)
+    state = engine.init(make_params())
+    with pytest.warns(UserWarning, match=r"a row for each of the 4 examples of a slice: 'logits' \[4, 7\]\."):
+        engine.step(state, make_batch(8))
+
+
+def test_value_and_grad_in_the_place_of_the_loss_is_warned_of():
+    engine = make_engine(2, loss_fn=jax.value_and_grad(mean_loss))
+    state = engine.init(make_params())
+    with pytest.warns(
+        UserWarning, match=r"structure and the shapes of the parameters.*not jax\.value_and_grad of it"
+    ):
+        engine.step(state, make_batch(8))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_sharding_constraint_over_the_data_axis_is_explained(stage):
+    mesh = zero2jax.make_mesh(data=2)
+
+    def loss_fn(params, batch):
+        x = jax.lax.with_sharding_constraint(batch["weight"], jax.NamedSharding(mesh, P("data")))
+        return x.mean() * params["scale"]
+
+    engine = make_engine(2, loss_fn=loss_fn, stage=stage)
+    state = engine.init(make_params())
+    with pytest.raises(ValueError, match=r"zero2jax: the loss function sees one device's part of the batch"):
+        engine.step(state, make_batch(8))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_axis_name_that_the_mesh_does_not_have_is_explained(stage):
+    loss_fn = lambda p, b: jax.lax.pmean(p["scale"] * b["weight"].mean(), "batch")
+    engine = make_engine(2, loss_fn=loss_fn, stage=stage)
+    state = engine.init(make_params())
+    with pytest.raises(NameError, match=r"may name the mesh axes \['data'\].*Engine\(axis_name=\.\.\.\)"):
+        engine.step(state, make_batch(8))
 
 
 def test_multi_steps_is_refused_as_an_object_and_inside_of_a_chain():

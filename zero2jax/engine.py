@@ -1,11 +1,11 @@
 """The training engine: `init`, `step`, `evaluate`, `params` on an unmodified loss function. Global arrays.
 
-`jax.jit`, donation and the checks before tracing live here; `step` holds the pure functions that are jitted.
+The checks before tracing live here; `zero.step` holds the pure functions, and `zero.compiled` jits them.
 """
 
-import dataclasses
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,79 +13,45 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from zero2jax.activations.layers import ActivationSettings, remat_layers
 from zero2jax.activations.profile import ActivationProfile, profile_loss
 from zero2jax.base import losses
-from zero2jax.base.batches import abstract_batch, check_batch, place_batch
+from zero2jax.base.batches import (
+    abstract_batch,
+    abstract_loss_args,
+    check_batch,
+    place_batch,
+    place_loss_args,
+)
 from zero2jax.base.losses import Loss, LossFn
-from zero2jax.base.mesh import DATA_AXIS, DataAxes, axis_size, data_axes, make_mesh, replicated
-from zero2jax.base.pytrees import LeafPredicate, PyTree, is_function, shapes_of
+from zero2jax.base.mesh import DATA_AXIS, DataAxes, axis_size, data_axes, make_mesh
+from zero2jax.base.pytrees import LeafPredicate, PyTree, check_alive, is_function, is_traced, shapes_of
 from zero2jax.base.transformation import checked_transformation
 from zero2jax.processes.agreement import expect_same_start, expect_same_step, spans_processes
 from zero2jax.processes.progress import STEP_EVENT
 from zero2jax.programs.memory import MemoryReport, measure_memory
+from zero2jax.zero.compiled import Compiled, CompilerOptions
 from zero2jax.zero.gradients import GradientSettings
 from zero2jax.zero.layer_dims import guess_layer_dims, layer_dims_of_loss
 from zero2jax.zero.precision import Precision
 from zero2jax.zero.settings import StepSettings
-from zero2jax.zero.shard_plan import ShardPlan
 from zero2jax.zero.state import (
     Layout,
     TrainState,
+    check_init_arguments,
     check_state,
     make_layout,
     make_opt_state,
     make_params,
     place_params,
+    place_state,
 )
 from zero2jax.zero.step import Metrics, StepProgram
 
-CompilerOptions = Mapping[str, Any] | Callable[[ShardPlan], Mapping[str, Any]] | None
-
-_MAX_EVALUATIONS = 8  # loss functions whose evaluation stays compiled
-
-
-class _Compiled:
-    """The functions of one layout, each compiled when it is first called. Another layout gets another object."""
-
-    def __init__(self, program: StepProgram, options: CompilerOptions):
-        self.layout = program.layout
-        self._program = program
-        self._options = options
-        self._replicated = replicated(program.mesh)
-        self.evaluations: dict[int, Any] = {}  # by the identity of the loss: it may be unhashable
-        self.compared = False  # whether the processes have agreed that they run the same step
-        self.profile: ActivationProfile | None = None
-
-    @functools.cached_property
-    def step(self) -> Any:
-        """`(state, batch, extra arguments) -> (state, metrics)`, the state donated."""
-        options = self._options
-        shardings = jax.tree.map(lambda x: x.sharding, self.layout.abstract_state(self._program.mesh))
-        return jax.jit(
-            self._program.step,
-            donate_argnums=0,
-            out_shardings=(shardings, self._replicated),
-            compiler_options=dict(options(self.layout.params) if callable(options) else options or {})
-            or None,
-        )
-
-    @functools.cached_property
-    def params(self) -> Any:
-        """`parameters at rest -> full ones`."""
-        return jax.jit(self._program.full_params, out_shardings=self._replicated)
-
-    def evaluate(self, loss_fn: LossFn) -> Any:
-        """`(state, batch) -> mean loss terms` of a loss function; the last few stay compiled."""
-        if (
-            id(loss_fn) not in self.evaluations
-        ):  # what is kept holds the loss function: its id is not used again
-            while len(self.evaluations) >= _MAX_EVALUATIONS:
-                self.evaluations.pop(next(iter(self.evaluations)))
-            program = dataclasses.replace(self._program, loss=losses.normalized(loss_fn))
-            self.evaluations[id(loss_fn)] = jax.jit(program.evaluate, out_shardings=self._replicated)
-        return self.evaluations[id(loss_fn)]
+LossArgs = Mapping[str, PyTree] | None
+"""Arrays that are not per example, by the names that the loss function has for them."""
 
 
 class Engine:
@@ -94,13 +60,13 @@ class Engine:
     Args:
       loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, rng)`, returning the mean over the examples it
         is given as a scalar, or `(scalar, aux)`; see `zero2jax.base.losses` for the names in `aux` that have a meaning.
-      tx: any optax transformation.
+      tx: an optax transformation; its update may ask for the loss as a function, see `step`.
       mesh: mesh with an axis `axis_name` and any further axes, all of type Auto; None puts all devices on that axis.
       stage: 0 replicates the state; 1 shards masters and optimizer state; 2 also reduces gradients into shards where
         backward makes them; 3 also gathers parameters again in backward instead of holding them.
       num_microbatches: each device's part of a batch is sliced into this many, whose gradients are summed.
       batch_size: if given, every batch must have this many examples over all devices.
-      precision: dtypes; bf16 compute on fp32 masters by default.
+      precision: dtypes; bf16 compute on fp32 masters by default. A dtype or its name alone is the compute dtype.
       clip_norm: clip gradients to this global norm before `tx`; None for no clipping.
       reduction: "mean" over the devices, or "sum": N times that; the reported loss is the mean.
       skip_nonfinite: leave parameters and optimizer state as they are, with `applied` False in the metrics, when the
@@ -139,7 +105,7 @@ class Engine:
         stage: int = 2,
         num_microbatches: int = 1,
         batch_size: int | None = None,
-        precision: Precision | None = None,
+        precision: Precision | DTypeLike | None = None,
         clip_norm: float | None = None,
         reduction: str = "mean",
         skip_nonfinite: bool = False,
@@ -162,7 +128,7 @@ class Engine:
             stage=stage,
             num_microbatches=num_microbatches,
             batch_size=batch_size,
-            precision=precision or Precision(),
+            precision=Precision.of(precision),
             clip_norm=clip_norm,
             reduction=reduction,
             skip_nonfinite=skip_nonfinite,
@@ -183,7 +149,8 @@ class Engine:
         self._param_specs = param_specs
         self._layer_dims = layer_dims
         self._compiler_options = compiler_options
-        self._functions: _Compiled | None = None
+        self._functions: Compiled | None = None
+        self._profile: tuple[Compiled, ActivationProfile] | None = None
 
     @property
     def stage(self) -> int:
@@ -225,7 +192,7 @@ class Engine:
         return self._compiled.layout
 
     @property
-    def _compiled(self) -> _Compiled:
+    def _compiled(self) -> Compiled:
         if self._functions is None:
             raise ValueError(
                 "asking the engine how its state is stored: it has not seen the parameters. Call engine.init(params) "
@@ -233,24 +200,33 @@ class Engine:
             )
         return self._functions
 
-    def abstract_state(self, params: PyTree, *, batch: PyTree | None = None) -> TrainState:
+    def abstract_state(
+        self, params: PyTree, *, batch: PyTree | None = None, loss_args: LossArgs = None
+    ) -> TrainState:
         """Shapes, dtypes and shardings of the state, from parameters or their shapes; allocates nothing.
 
         Args:
           params: tree of arrays or `jax.ShapeDtypeStruct`s.
           batch: arrays or shapes of a global batch: the layer dims are then read from the loss function's scans.
+          loss_args: with `batch`, what the loss function takes besides, as for `step`; shapes are enough.
         """
         shapes = shapes_of(params)
         layer_dims = self._layer_dims
-        if layer_dims is None:
-            layer_dims = guess_layer_dims(shapes) if batch is None else self._read_layer_dims(shapes, batch)
+        if layer_dims is None and batch is None:
+            layer_dims = guess_layer_dims(shapes)
+        elif layer_dims is None:
+            layer_dims = self._read_layer_dims(shapes, batch, loss_args)
         layout = self._make_layout(shapes, layer_dims)
         if self._functions is None or layout != self.layout:
-            self._functions = _Compiled(self._program(layout), self._compiler_options)
+            self._functions = Compiled(self._program(layout), self._compiler_options)
         return layout.abstract_state(self.mesh)
 
     def init(
-        self, params: PyTree | Callable[..., PyTree], *args: Any, batch: PyTree | None = None
+        self,
+        params: PyTree | Callable[..., PyTree],
+        *args: Any,
+        batch: PyTree | None = None,
+        loss_args: LossArgs = None,
     ) -> TrainState:
         """The state before the first step, straight into shards: no device ever holds a full copy.
 
@@ -258,56 +234,71 @@ class Engine:
           params: full parameters (NumPy or JAX arrays), or a function that makes them.
           *args: arguments for that function, a key say. It runs jitted, each device making its own shards.
           batch: arrays or shapes of a global batch: the layer dims are then read from the loss function's scans.
+          loss_args: with `batch`, what the loss function takes besides, as for `step`; shapes are enough.
 
         Raises:
           ValueError: a trainable leaf is not floating; `param_specs` or `trainable` have another structure; processes
             were given different settings, parameters or arguments (named).
+          TypeError: the function takes other arguments.
         """
-        if is_function(params):
-            make = functools.partial(params, *args)
-            abstract = self.abstract_state(jax.eval_shape(make), batch=batch)
-            expect_same_start(self._start(), self.mesh, args)
-            placed = make_params(make, self.layout.params, self.mesh)
-        else:
-            abstract = self.abstract_state(params, batch=batch)
-            expect_same_start(self._start(), self.mesh, params)
-            placed = place_params(params, self.layout.params, self.mesh)
-        opt_state = make_opt_state(self._tx, placed, self.layout, self.mesh)
-        first = lambda: (jnp.zeros((), jnp.int32), jax.random.key_data(jax.random.key(self.settings.seed)))
-        step, rng = jax.jit(first, out_shardings=(abstract.step.sharding, abstract.rng.sharding))()
+        with self._running():
+            if is_function(params):
+                check_init_arguments(params, args)
+                make = functools.partial(params, *args)
+                abstract = self.abstract_state(jax.eval_shape(make), batch=batch, loss_args=loss_args)
+                expect_same_start(self._start(), self.mesh, args)
+                placed = make_params(make, self.layout.params, self.mesh)
+            else:
+                check_alive(params, "the parameters", "It was donated: pass parameters that are still there.")
+                abstract = self.abstract_state(params, batch=batch, loss_args=loss_args)
+                expect_same_start(self._start(), self.mesh, params)
+                placed = place_params(params, self.layout.params, self.mesh)
+            opt_state = make_opt_state(self._tx, placed, self.layout, self.mesh)
+            first = lambda: (
+                jnp.zeros((), jnp.int32),
+                jax.random.key_data(jax.random.key(self.settings.seed)),
+            )
+            step, rng = jax.jit(first, out_shardings=(abstract.step.sharding, abstract.rng.sharding))()
         return TrainState(step=step, params=placed, opt_state=opt_state, rng=rng)
 
-    def step(self, state: TrainState, batch: PyTree, **extra_args: Any) -> tuple[TrainState, Metrics]:
+    def step(
+        self, state: TrainState, batch: PyTree, *, loss_args: LossArgs = None, **extra_args: Any
+    ) -> tuple[TrainState, Metrics]:
         """Update once on a global batch. The state is donated: use the one that is returned.
 
         Args:
           state: from `init` or the previous step.
           batch: pytree of arrays (batch, ...), NumPy or JAX; sharded over devices, then sliced into microbatches.
-          **extra_args: passed on to the transformation's update, arrays; `value` (the loss) is always passed.
+          loss_args: arrays that are not per example, by name: the loss function gets each as a keyword argument, as it
+            is on every device and in every microbatch. Other values compile nothing.
+          **extra_args: passed on to the transformation's update, arrays. What it asks for of `value`, `grad` (the loss
+            and its gradient), `value_fn`, `obj_fn` and `grad_fn` (of other parameters, the same batch) it gets.
 
         Returns:
           The new state, and metrics, replicated scalars unless said otherwise: `loss`, the (weighted) mean over the
-          batch; `grad_norm` and `grad_norm_clipped`, the global norm before and after `clip_norm`; `learning_rate`,
-          NaN if the optimizer's state does not show it (`optax.inject_hyperparams` does); `applied`, whether the
-          update was; `weight`, the total weight; `aux`, what the loss function returned besides, averaged; with
-          `profile` in the activation settings, `activation_profile`, measured before the first step.
+          batch; `grad_norm`, the global norm, and, with `clip_norm`, `grad_norm_clipped`, the norm after it;
+          `learning_rate`, NaN if the optimizer's state does not show it (`optax.inject_hyperparams` does); `applied`,
+          whether the update was; `weight`, the total weight; `aux`, what the loss function returned besides, if it did,
+          averaged; with `profile` in the activation settings, `activation_profile`, measured before the first step.
 
         Raises:
-          ValueError: the batch does not divide; the state has another structure; the loss is not a scalar;
-            at the first step, processes were given different loss functions or optimizers (named).
+          ValueError: the batch does not divide; the state has another structure or was donated; the loss is not a
+            scalar; at the first step, processes were given different loss functions or optimizers (named).
+          TypeError: the loss function takes other arguments.
         """
         # Processes compare how many steps they have begun.
         jax.monitoring.record_event(STEP_EVENT, num_devices=self.mesh.devices.size)
-        check_state(state, self.layout)
+        state = place_state(state, self.layout, self.mesh)
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
-        placed = place_batch(batch, self.mesh, self.axes.batch)
+        args = (state, *self._placed(batch, loss_args), extra_args)
         wanted = self.activations is not None and self.activations.profile
-        profile = self._profiled(batch) if wanted else None  # before the state is donated
-        compiled = self._compiled
-        if not compiled.compared and spans_processes(self.mesh):
-            expect_same_step(compiled.step.lower(state, placed, extra_args))
-            compiled.compared = True
-        state, metrics = compiled.step(state, placed, extra_args)
+        profile = self._profiled(batch, loss_args) if wanted else None  # before the state is donated
+        compiled, traced = self._compiled, is_traced(args)
+        with self._running(traced):
+            if not compiled.compared and spans_processes(self.mesh) and not traced:
+                expect_same_step(compiled.step.lower(*args))
+                compiled.compared = True
+            state, metrics = (compiled.step_inside if traced else compiled.step)(*args)
         # said here: inside the step, jax_debug_nans would stumble over it
         if metrics["learning_rate"] is None:
             metrics["learning_rate"] = np.float32(np.nan)
@@ -315,40 +306,45 @@ class Engine:
             metrics["activation_profile"] = profile.as_dict()
         return state, metrics
 
-    def evaluate(self, state: TrainState, batch: PyTree, *, loss_fn: LossFn | None = None) -> Any:
+    def evaluate(
+        self, state: TrainState, batch: PyTree, *, loss_fn: LossFn | None = None, loss_args: LossArgs = None
+    ) -> Any:
         """The mean loss over a global batch, without an update; `(loss, aux)` if the loss function returns that.
 
         Parameters are gathered where they are used, as in a step. `batch` must divide over the devices only.
-        `loss_fn` stands in for the engine's, to turn dropout off, say. The state is not donated.
+        `loss_fn` stands in for the engine's, to turn dropout off, say; `loss_args` as for `step`. The state is not
+        donated.
         """
-        check_state(state, self.layout)
+        state = place_state(state, self.layout, self.mesh)
         check_batch(batch, self.num_batch_shards, 1)
         evaluate = self._compiled.evaluate(loss_fn or self.loss_fn)
-        means = self._settled(evaluate(state, place_batch(batch, self.mesh, self.axes.batch)))
+        args = (state, *self._placed(batch, loss_args))
+        with self._running(is_traced(args)):
+            means = self._settled(evaluate(*args))
         return means.loss if means.aux is None else (means.loss, means.aux)
 
     def params(self, state: TrainState) -> PyTree:
         """Full parameters on every device, fp32 masters at their true shapes, gathered a layer at a time."""
-        check_state(state, self.layout)
-        return self._settled(self._compiled.params(state.params))
+        state = place_state(state, self.layout, self.mesh)
+        with self._running(is_traced(state)):
+            return self._settled(self._compiled.params(state.params))
 
-    def lower(self, batch: PyTree) -> jax.stages.Lowered:
+    def lower(self, batch: PyTree, *, loss_args: LossArgs = None) -> jax.stages.Lowered:
         """The step lowered for a batch of these shapes (arrays or shapes), to compile, count and audit."""
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
-        state = self.layout.abstract_state(self.mesh)
-        return self._compiled.step.lower(state, abstract_batch(batch, self.mesh, self.axes.batch), {})  # type: ignore[no-any-return]
+        with self._running():
+            return self._compiled.step.lower(*self._abstract(batch, loss_args), {})  # type: ignore[no-any-return]
 
-    def memory(self, state: TrainState, batch: PyTree) -> MemoryReport:
+    def memory(self, state: TrainState, batch: PyTree, *, loss_args: LossArgs = None) -> MemoryReport:
         """Measured bytes per device by class beside the formula; compiles the step for `batch` (arrays or shapes)."""
         check_state(state, self.layout)
         program = self._program(self.layout)
-        shapes = (self.layout.abstract_state(self.mesh), abstract_batch(batch, self.mesh, self.axes.batch))
-        gradients = jax.jit(program.gradients).lower(*shapes).compile()
-        return measure_memory(
-            state, self.lower(batch).compile(), gradients, self.layout, program.settings, self.mesh
-        )
+        with self._running():
+            gradients = jax.jit(program.gradients).lower(*self._abstract(batch, loss_args)).compile()
+        compiled = self.lower(batch, loss_args=loss_args).compile()
+        return measure_memory(state, compiled, gradients, self.layout, program.settings, self.mesh)
 
-    def activation_profile(self, batch: PyTree) -> ActivationProfile:
+    def activation_profile(self, batch: PyTree, *, loss_args: LossArgs = None) -> ActivationProfile:
         """Time and bytes of each kind of checkpointed segment, one microbatch of a batch of these shapes at a time.
 
         Compiles and runs the phases of a segment apart from the step; see `zero2jax.activations.profile`.
@@ -362,26 +358,41 @@ class Engine:
                 "Engine(activations=ActivationSettings(...)), or switch on a key of activation_checkpointing."
             )
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
-        shapes = self.layout.abstract_state(self.mesh), abstract_batch(batch, self.mesh, self.axes.batch)
+        shapes = self._abstract(batch, loss_args)
         trace = lambda loss: jax.eval_shape(self._program(self.layout, loss).gradients, *shapes)
         device = self.mesh.local_devices[0]
         return profile_loss(losses.normalized(self.loss_fn), self.activations, trace, device)
 
-    def _profiled(self, batch: PyTree) -> ActivationProfile:
+    def _profiled(self, batch: PyTree, loss_args: LossArgs) -> ActivationProfile:
         """The profile, measured and printed once."""
-        compiled = self._compiled
-        if compiled.profile is None:
-            compiled.profile = self.activation_profile(batch)
+        if self._profile is None or self._profile[0] is not self._compiled:
+            self._profile = self._compiled, self.activation_profile(batch, loss_args=loss_args)
             if jax.process_index() == 0:
-                print(compiled.profile)
-        return compiled.profile
+                print(self._profile[1])
+        return self._profile[1]
+
+    @contextlib.contextmanager
+    def _running(self, traced: bool = False) -> Iterator[None]:
+        """Around a program of ours: under the engine's mesh, if `jax.set_mesh` has set one, and errors explained."""
+        set_by_user = not (traced or jax.sharding.get_abstract_mesh().empty)
+        own = jax.set_mesh(self.mesh) if set_by_user else contextlib.nullcontext()
+        with losses.noted_errors(self.axes.names), own:
+            yield
+
+    def _placed(self, batch: PyTree, loss_args: LossArgs) -> tuple[PyTree, dict[str, PyTree]]:
+        return place_batch(batch, self.mesh, self.axes.batch), place_loss_args(loss_args, self.mesh)
+
+    def _abstract(self, batch: PyTree, loss_args: LossArgs) -> tuple[TrainState, PyTree, dict[str, PyTree]]:
+        """The shapes of what a step takes, with shardings."""
+        placed = abstract_batch(batch, self.mesh, self.axes.batch), abstract_loss_args(loss_args, self.mesh)
+        return self.layout.abstract_state(self.mesh), *placed
 
     def _settled(self, result: Any) -> Any:
         """`result`, waited for on simulated devices: there, programs that do not depend on each other and run at the
         same time can each hold threads that the other's collectives wait for.
         """
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        return jax.block_until_ready(result) if on_cpu else result
+        return jax.block_until_ready(result) if on_cpu and not is_traced(result) else result
 
     def _start(self) -> dict[str, Any]:
         """What every process must have been given alike, as plain values."""
@@ -393,12 +404,18 @@ class Engine:
             ],
         }
 
-    def _read_layer_dims(self, shapes: PyTree, batch: PyTree) -> PyTree:
+    def _read_layer_dims(self, shapes: PyTree, batch: PyTree, loss_args: LossArgs) -> PyTree:
         """The layer dims as the loss function shows them; the layout it is traced for has none, which is no matter."""
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         program = self._program(self._make_layout(shapes, 0))
         placed = abstract_batch(batch, self.mesh, self.axes.batch)
-        return layer_dims_of_loss(program.loss, program.settings.compute_shapes, placed, self.mesh, self.axes)
+        args = shapes_of(dict(loss_args or {}))
+
+        def loss(params: PyTree, batch: PyTree, rng: losses.SliceKey) -> losses.LossTerms:
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), args)  # a trace reads no values
+            return program.loss(params, batch, rng._replace(loss_args=zeros))
+
+        return layer_dims_of_loss(loss, program.settings.compute_shapes, placed, self.mesh, self.axes)
 
     def _make_layout(self, shapes: PyTree, layer_dims: PyTree) -> Layout:
         return make_layout(

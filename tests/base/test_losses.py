@@ -95,6 +95,24 @@ def test_python_numbers_in_aux_are_arrays_from_then_on():
     assert jax.tree.map(float, found.aux) == {"x": 3, "n": 3, "b": 1, "none": None}
 
 
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint8, jnp.float8_e5m2, jnp.bfloat16, jnp.complex64])
+def test_aux_of_any_dtype_is_added_in_at_least_32_bits(dtype):
+    found = terms(1.0, 2.0, {"x": jnp.ones(3, dtype)})
+    inexact = jnp.issubdtype(dtype, jnp.inexact)
+    assert found.aux["x"].dtype.itemsize >= 4
+    np.testing.assert_array_equal(found.aux["x"], np.full(3, 2 if inexact else 1))
+    np.testing.assert_array_equal(found.mean().aux["x"], np.ones(3))
+
+
+@pytest.mark.parametrize("weight", [np.float32(2), np.int32(2), np.float16(2)])
+def test_a_weight_is_at_least_as_wide_as_the_loss(weight):
+    with jax.enable_x64(True):
+        found = losses.normalized(lambda p, b: (p, {"weight": weight}))(jnp.float64(1) / 3, None, None)
+        found = losses.WeightedSum.of(found)
+        assert found.loss.dtype == found.weight.dtype == found.inverse_weight.dtype == np.float64
+        assert float(found.mean().loss) == 1 / 3
+
+
 def test_low_precision_losses_are_added_in_fp32():
     found = losses.normalized(lambda p, b: (p, {"x": p}))(jnp.bfloat16(1), None, None)
     assert found.loss.dtype == found.weight.dtype == jnp.float32

@@ -415,6 +415,51 @@ def test_stage_2_and_3_losses_equal_stage_1_to_the_last_bits():
     np.testing.assert_allclose(losses[3], losses[1], rtol=1e-6)
 
 
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_frozen_leaves_of_every_kind_may_be_returned(stage, num_shards):
+    """Floating and complex: the mean over slices. Integers: the largest. Keys: those of the first slice."""
+
+    def loss(params, batch):
+        place = batch["place"][0]
+        new = {
+            "key": jax.random.fold_in(params["key"], place),
+            "keys": params["keys"],
+            "complex": params["complex"] + 1j * place,
+            "count": params["count"] + place.astype(jnp.int8),
+            "fp8": params["fp8"] + 1,
+            "flag": place > 0,
+        }
+        return params["w"].sum() * batch["weight"].mean(), {"frozen": new}
+
+    params = {
+        "w": jnp.ones(5),
+        "key": jax.random.key(3),
+        "keys": jax.random.split(jax.random.key(4), 3),
+        "complex": jnp.ones(4, jnp.complex64),
+        "count": jnp.ones(2, jnp.int8),
+        "fp8": jnp.ones(2, jnp.float8_e4m3fn),
+        "flag": jnp.bool_(False),
+    }
+    engine = make_engine(
+        num_shards, loss_fn=loss, stage=stage, num_microbatches=2, trainable=lambda path, _: path == "w"
+    )
+    state = engine.init(params)
+    batch = make_batch(6) | {"place": np.arange(6, dtype=np.int32)}
+    before = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state)
+    state, _ = engine.step(state, batch)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state) == before
+    found = engine.params(state)
+    firsts = np.arange(0, 6, 3 // num_shards)  # the first example of each slice
+    expected_key = jax.random.fold_in(params["key"], 0)
+    assert_trees_equal(jax.random.key_data(found["key"]), jax.random.key_data(expected_key))
+    assert_trees_equal(jax.random.key_data(found["keys"]), jax.random.key_data(params["keys"]))
+    np.testing.assert_allclose(found["complex"], 1 + 1j * firsts.mean(), rtol=1e-6)
+    np.testing.assert_array_equal(found["count"], 1 + firsts.max())
+    np.testing.assert_array_equal(found["fp8"].astype(np.float32), 2)
+    assert bool(found["flag"])
+
+
 @pytest.mark.parametrize("from_function", [False, True])
 def test_random_keys_may_be_frozen_leaves(from_function):
     def loss(params, batch):

@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero2jax.base.mesh import DATA_AXIS, AxisName, axis_size, data_axes
-from zero2jax.base.pytrees import PyTree, path_string, shapes_of
+from zero2jax.base.mesh import DATA_AXIS, AxisName, axis_size, data_axes, replicated
+from zero2jax.base.pytrees import PyTree, check_alive, path_string, shapes_of
 
 
 def check_batch(batch: PyTree, num_shards: int, num_microbatches: int, batch_size: int | None = None) -> int:
@@ -32,13 +32,7 @@ def check_batch(batch: PyTree, num_shards: int, num_microbatches: int, batch_siz
         raise ValueError(
             "reading the batch: it has no arrays. Pass a pytree of arrays of shape (batch, ...)."
         )
-    for path, shape in leaves:
-        if not shape:
-            raise ValueError(
-                f"reading the batch: leaf {path!r} is a scalar, without a leading dim to shard over devices. Every "
-                f"leaf must be of shape (batch, ...): repeat the value per example, or close over it in the loss "
-                f"function."
-            )
+    _check_leaves(batch)
     path, shape = leaves[0]
     num_examples = shape[0]
     for other, other_shape in leaves[1:]:
@@ -64,28 +58,88 @@ def check_batch(batch: PyTree, num_shards: int, num_microbatches: int, batch_siz
     return num_examples
 
 
+def _check_leaves(batch: PyTree) -> None:
+    """Raise an error that names a leaf that has no leading dim, or that JAX has no dtype for."""
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        name, kind = path_string(path), getattr(getattr(x, "dtype", None), "kind", "")
+        if isinstance(x, str | bytes) or kind in ("U", "S", "O"):
+            found = f"an array of {x.dtype}" if kind else f"a {type(x).__name__}"
+            raise TypeError(
+                f"reading the batch: leaf {name!r} is {found}, and a step takes numbers only. Turn text into token ids "
+                f"before, or leave the leaf out of the batch."
+            )
+        if path and isinstance(path[-1], jax.tree_util.SequenceKey) and not hasattr(x, "dtype"):
+            raise ValueError(
+                f"reading the batch: {path_string(path[:-1])!r} is a Python list or tuple of numbers, each of which "
+                f"would be a scalar leaf ({name!r}). Every leaf must be an array of shape (batch, ...): take "
+                f"np.asarray(...) of it."
+            )
+        if not np.shape(x):
+            raise ValueError(
+                f"reading the batch: leaf {name!r} is a scalar, without a leading dim to shard over devices. Every "
+                f"leaf must be of shape (batch, ...): repeat the value per example, or, if it is one value for all "
+                f"examples, hand it to the loss function by name: engine.step(state, batch, "
+                f"loss_args={{{name!r}: ...}})."
+            )
+
+
 def place_batch(batch: PyTree, mesh: Mesh, axis_name: AxisName) -> PyTree:
     """The batch as global arrays sharded over the data axis along their leading dim; arrays already there are kept.
 
-    Of several processes each must pass the same global batch, which JAX compares; `global_batch` saves that.
+    NumPy arrays are copied first: the step runs on while the caller fills the same buffer again. Of several processes
+    each must pass the same global batch, which JAX compares; `global_batch` saves that.
 
     Raises:
-      ValueError: the processes passed different batches.
+      ValueError: the processes passed different batches; an array is gone, since it was donated.
     """
+    check_alive(batch, "the batch", "It was donated to a program of yours: pass a batch that is still there.")
+    way_out = "Pass each the same global batch, or join what each has loaded by zero2jax.global_batch."
     sharding = NamedSharding(mesh, P(axis_name))
+    return jax.tree.map(lambda x: _placed(x, sharding, f"the batch: {way_out}"), batch)
 
-    def place(x: Any) -> jax.Array:
-        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+
+def place_loss_args(loss_args: Mapping[str, PyTree] | None, mesh: Mesh) -> dict[str, PyTree]:
+    """Arrays that the loss gets by name, on every device; Python numbers become arrays that promote as numbers do.
+
+    Raises:
+      TypeError: it is no dict by names, or a leaf is no array.
+      ValueError: the processes passed different values; an array is gone, since it was donated.
+    """
+    if not isinstance(loss_args or {}, Mapping) or not all(isinstance(name, str) for name in loss_args or {}):
+        raise TypeError(
+            f"reading loss_args: found {type(loss_args).__name__}, expected a dict from names of parameters of the "
+            f"loss function to arrays: engine.step(state, batch, loss_args={{'temperature': 0.5}})."
+        )
+    values = dict(loss_args or {})
+    shapes_of(values)
+    check_alive(
+        values, "loss_args", "It was donated to a later step: take engine.params(state) of the new state."
+    )
+    way_out = "Pass each the same values."
+    return {
+        name: jax.tree.map(lambda x: _placed(x, replicated(mesh), f"loss_args: {way_out}"), value)
+        for name, value in values.items()
+    }
+
+
+def _placed(x: Any, sharding: NamedSharding, what: str) -> jax.Array:
+    if isinstance(x, jax.core.Tracer):  # the step stands in a program of the user's
+        return jax.lax.with_sharding_constraint(x, sharding)
+    if isinstance(x, jax.Array):
+        # An equivalent placement on another mesh would bring that mesh's axes into the step.
+        there = getattr(x.sharding, "mesh", None) == sharding.mesh
+        if there and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
-        try:
-            return jax.device_put(x, sharding)
-        except AssertionError as error:  # JAX's way to say so
-            raise ValueError(
-                f"placing the batch: an array of shape {np.shape(x)} is not the same in all {jax.process_count()} "
-                f"processes. Pass each the same global batch, or join what each has loaded by zero2jax.global_batch."
-            ) from error
-
-    return jax.tree.map(place, batch)
+    elif isinstance(x, np.ndarray):
+        x = np.array(x)
+    try:
+        return jax.device_put(x, sharding)
+    except AssertionError as error:  # JAX's way to say so
+        name, _, way_out = what.partition(": ")
+        raise ValueError(
+            f"placing {name}: an array of shape {np.shape(x)} is not the same in all {jax.process_count()} "
+            f"processes. {way_out}"
+        ) from error
 
 
 def local_rows(batch_size: int, mesh: Mesh, axis_name: str = DATA_AXIS) -> np.ndarray:
@@ -146,7 +200,7 @@ def global_batch(
     sharding = NamedSharding(mesh, P(axes))
 
     def join(x: Any) -> jax.Array:
-        x = np.asarray(x)
+        x = np.array(x)  # a copy: the caller may fill the buffer again while a step runs
         shape = (num_rows // num_local * num_shards, *x.shape[1:])
         return jax.make_array_from_process_local_data(sharding, x, shape)
 
@@ -155,9 +209,17 @@ def global_batch(
 
 def abstract_batch(batch: PyTree, mesh: Mesh, axis_name: AxisName) -> PyTree:
     """Shapes of the batch as `place_batch` places it."""
-    sharding = NamedSharding(mesh, P(axis_name))
+    return _abstract(batch, NamedSharding(mesh, P(axis_name)))
+
+
+def abstract_loss_args(loss_args: Mapping[str, PyTree] | None, mesh: Mesh) -> dict[str, PyTree]:
+    """Shapes of the loss arguments as `place_loss_args` places them."""
+    return _abstract(dict(loss_args or {}), replicated(mesh))  # type: ignore[no-any-return]
+
+
+def _abstract(tree: PyTree, sharding: NamedSharding) -> PyTree:
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    return jax.tree.map(place, shapes_of(batch))
+    return jax.tree.map(place, shapes_of(tree))
 
 
 class BatchOrder:

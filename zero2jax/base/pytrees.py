@@ -59,6 +59,18 @@ def shapes_of(tree: PyTree) -> PyTree:
     return jax.tree.map(shape, tree)
 
 
+def check_alive(tree: PyTree, reading: str, way_out: str) -> None:
+    """Raise a ValueError if a leaf is an array whose buffers are gone, which jax 0.10 does not survive in a program."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
+            raise ValueError(f"reading {reading}: leaf {path_string(path)!r} is gone. {way_out}")
+
+
+def is_traced(tree: PyTree) -> bool:
+    """Whether a leaf belongs to a program that is being traced, the user's `jit` or `scan`."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+
+
 def select_leaves(
     tree: PyTree, choice: PyTree | LeafPredicate | None, *, default: bool, name: str
 ) -> list[bool]:

@@ -1,5 +1,7 @@
 """What the engine asks of an optax transformation. Nothing here knows which optimizer it is."""
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -39,6 +41,61 @@ _MULTI_STEPS = (
     "num_microbatches (`gradient_accumulation_steps` in a DeepSpeed JSON) with the batch of the step. Around "
     "zero2jax.shard_optimizer, optax.MultiSteps may go on the outside."
 )
+
+
+def update(
+    tx: optax.GradientTransformationExtraArgs,
+    grads: PyTree,
+    opt_state: PyTree,
+    params: PyTree,
+    given: Mapping[str, Any],
+    offered: Mapping[str, Any],
+) -> tuple[PyTree, PyTree]:
+    """`tx.update` with the arguments that the caller has given, and those of the offered ones that it takes. Traced.
+
+    A transformation does not tell which arguments it takes: a chain takes any and hands them to each of its parts, and
+    a line search refuses what it does not know. So it is asked: first with `value` alone, as most that look at anything
+    look at the loss, then without what its error refuses, and with what its error asks for.
+
+    Args:
+      tx: the transformation.
+      grads: gradients; as `opt_state` and `params`, global arrays of true shape.
+      opt_state: its state.
+      params: trainable parameters.
+      given: arguments for it, by name.
+      offered: what else it may have: `value`, the loss; `grad`, its gradient; `value_fn`, `obj_fn`: the loss of other
+        parameters; `grad_fn`, its gradient.
+
+    Raises:
+      ValueError: it needs an argument that nobody has given.
+    """
+    chosen = {"value"} & offered.keys()
+    for _ in range(2 * len(offered)):
+        args = {name: offered[name] for name in chosen} | dict(given)
+        try:
+            return tx.update(grads, opt_state, params, **args)
+        except (TypeError, ValueError) as error:
+            refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if refused is not None:
+                changed = chosen - {refused[1]}
+            else:
+                wanted = re.search(r"missing|must be provided|required", str(error)) is not None
+                asked = [name for name in offered if re.search(rf"\b{name}\b", str(error))]
+                changed = chosen | {*asked} if wanted else chosen
+            missing = re.search(
+                r"missing \d+ required (?:keyword-only|positional) arguments?: (.*)", str(error)
+            )
+            if changed == chosen and missing is not None:
+                raise ValueError(
+                    f"updating by the optimizer: it needs the arguments {missing[1]}, and the step has "
+                    f"{sorted({*offered, *given})}. Pass arrays by engine.step(state, batch, name=array). A function "
+                    f"of your own cannot be passed: keep your own jitted step, and shard the state of the optimizer by "
+                    f"zero2jax.shard_optimizer."
+                ) from error
+            if changed == chosen:
+                raise
+            chosen = changed
+    raise AssertionError("each turn takes or leaves an argument")
 
 
 def learning_rate(opt_state: PyTree) -> jax.Array | None:

@@ -21,7 +21,7 @@ One step at stage 2 or 3, on one of N devices. `w` stands for every parameter, P
 The loss is the user's own function, not a line of it changed. The trick is in the two arrows: a gradient is reduced and
 sharded at the place in the backward pass where it is made, so the full gradient of a model never exists; nor, at stage
 3, does a full copy of its parameters. `jax.grad` is taken with respect to the ports. The optimizer is plain optax,
-outside of the `shard_map`, on global arrays that happen to be sharded: any transformation is right.
+outside of the `shard_map`, on global arrays that happen to be sharded: any transformation of optax is right.
 
 Three terms are used throughout:
 
@@ -37,6 +37,7 @@ The files, in reading order. The first five are the idea:
   4 gradients     the four stages, and microbatches
   5 step          one training step; plain optax on global arrays
     state         what is at rest, and how it gets there without a full copy
+    compiled      the step, evaluations and full parameters of one layout, jitted; donation
     layer_dims    which leading dims are layers: read from the loss, or guessed
     precision, settings   dtypes; everything that is fixed about a step
     shard_optimizer       the other way in: an optax wrapper for a step of your own

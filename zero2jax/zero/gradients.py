@@ -78,9 +78,8 @@ class GradientSettings:
 
     def gradient_dtype(self, i: int) -> Any:
         """The dtype in which a step's gradient of leaf `i` is kept until the optimizer sees it."""
-        accumulated = self.step.num_microbatches > 1
-        reduced = self.precision.reduce(self.plan.leaves[i])
-        return jnp.dtype(self.precision.accumulate_dtype) if accumulated else reduced
+        leaf, accumulated = self.plan.leaves[i], self.step.num_microbatches > 1
+        return self.precision.accumulate(leaf) if accumulated else self.precision.reduce(leaf)
 
     @property
     def uses(self) -> list[Use]:
@@ -191,7 +190,8 @@ def _over_microbatches(
         grads, terms = gradient(part, rng._replace(slice_index=first + i))
         return [t + g.astype(t.dtype) for t, g in zip(total, grads, strict=True)], terms
 
-    zeros = [jnp.zeros(shape, settings.precision.accumulate_dtype) for shape in shapes]
+    dtypes = [settings.gradient_dtype(i) for i in settings.trained]
+    zeros = [jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     grads, stacked = jax.lax.scan(step, zeros, (jnp.arange(num), slices))
     return grads, stacked.over_microbatches()
 

@@ -8,28 +8,56 @@ Mixed precision as in Micikevicius et al., arXiv:1710.03740; ZeRO, arXiv:1910.02
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from zero2jax.base.pytrees import LeafPredicate
 from zero2jax.zero.shard_plan import LeafPlan
 
+_SHORT_NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "fp16": "float16"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """The dtypes of a step.
+    """The dtypes of a step: bf16, fp32 or float64, by dtype or by name (`"bf16"`). An engine does not take fp16 yet.
 
     Attributes:
       compute_dtype: what the loss function sees of a floating parameter; bf16, or fp32 for plain training.
       reduce_dtype: gradients are summed over devices in it; None means the dtype the leaf is computed in.
-      accumulate_dtype: gradients are summed over microbatches in it.
+      accumulate_dtype: gradients are summed over microbatches in it, float64 ones in float64.
       keep_fp32: predicate `(path, leaf) -> bool` for leaves that are computed in fp32 (norms, say).
+
+    Raises:
+      ValueError: a dtype that gradients cannot be summed in.
     """
 
     compute_dtype: DTypeLike = jnp.bfloat16
     reduce_dtype: DTypeLike | None = None
     accumulate_dtype: DTypeLike = jnp.float32
     keep_fp32: LeafPredicate | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("compute_dtype", "reduce_dtype", "accumulate_dtype"):
+            value = getattr(self, name)
+            if value is not None or name != "reduce_dtype":
+                object.__setattr__(self, name, _checked_dtype(name, value))
+
+    @classmethod
+    def of(cls, value: "Precision | DTypeLike | None") -> "Precision":
+        """The precision of an engine: as it is given; for a dtype by itself, computing in it; for None, the default.
+
+        Raises:
+          ValueError: it has float16, whose range the sums of weighted gradients leave.
+        """
+        if not isinstance(value, Precision):
+            value = cls() if value is None else cls(compute_dtype=value)
+        if jnp.dtype(jnp.float16).name in value.names:
+            raise ValueError(
+                f"reading the precision: {value} has float16, in which gradients overflow without loss scaling, and "
+                f"there is none yet. Use bfloat16, or float32 where there is no bfloat16."
+            )
+        return value
 
     @property
     def names(self) -> list[str | None]:
@@ -46,6 +74,27 @@ class Precision:
     def reduce(self, leaf: LeafPlan) -> Any:
         """The dtype in which a leaf's gradient is summed over devices."""
         return self.compute(leaf) if self.reduce_dtype is None else jnp.dtype(self.reduce_dtype)
+
+    def accumulate(self, leaf: LeafPlan) -> Any:
+        """The dtype in which a leaf's gradient is summed over microbatches."""
+        float64 = jnp.dtype("float64")
+        return float64 if self.reduce(leaf) == float64 else jnp.dtype(self.accumulate_dtype)
+
+
+def _checked_dtype(name: str, value: Any) -> Any:
+    try:
+        dtype = jnp.dtype(_SHORT_NAMES.get(value, value) if isinstance(value, str) else value or "none")
+    except TypeError:
+        dtype = None
+    if dtype in (jnp.bfloat16, jnp.float16, jnp.float32) or (
+        dtype == jnp.float64 and jax.dtypes.canonicalize_dtype(dtype) == dtype
+    ):
+        return dtype
+    if dtype == jnp.float64:
+        reason = "float64 needs jax.config.update('jax_enable_x64', True), before the first array is made"
+    else:
+        reason = "it is bfloat16, float32 or float64, or one of 'bf16', 'fp32', 'fp64'"
+    raise ValueError(f"reading the precision: {name} is {value!r}; {reason}.")
 
 
 def master_dtype(dtype: DTypeLike) -> Any:

@@ -6,6 +6,7 @@ parameter, with Adam: 12/N bytes (fp32 master, two moments), nothing else. ZeRO,
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,14 @@ import optax
 from jax.sharding import Mesh
 
 from zero2jax.base.mesh import DataAxes, axis_size, replicated
-from zero2jax.base.pytrees import LeafPredicate, PyTree, check_same_structure, path_string, select_leaves
+from zero2jax.base.pytrees import (
+    LeafPredicate,
+    PyTree,
+    check_alive,
+    check_same_structure,
+    path_string,
+    select_leaves,
+)
 from zero2jax.base.transformation import refuse_multi_steps
 from zero2jax.zero.exchange import pad_to
 from zero2jax.zero.precision import master_dtype
@@ -146,15 +154,44 @@ def _check_floating(shapes: PyTree, trainable: tuple[bool, ...]) -> None:
     ]
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        pair = (
+            " Complex parameters are not supported: keep one as a real pair, a leaf of shape (..., 2), and join it in "
+            "the loss function by jax.lax.complex(x[..., 0], x[..., 1])."
+        )
+        is_complex = any(jnp.issubdtype(x.dtype, jnp.complexfloating) for _, x in leaves)
         raise ValueError(
             f"planning the state: trainable parameters that are not floating: {', '.join(wrong[:5])}{more}. Only "
-            f"floating leaves have gradients. Freeze these with trainable=, a tree of booleans or a predicate "
-            f"(path, leaf) -> bool."
+            f"floating leaves are trained. Freeze these with trainable=, a tree of booleans or a predicate "
+            f"(path, leaf) -> bool.{pair if is_complex else ''}"
         )
 
 
 def check_state(state: TrainState, layout: Layout) -> None:
-    """Raise an error if this is no state, or its parameters or optimizer state have another structure."""
+    """Raise an error if this is no state, or its parameters or optimizer state have another structure or shape."""
+    _check_structure(state, layout)
+    _check_leaves(state, layout)
+
+
+def place_state(state: TrainState, layout: Layout, mesh: Mesh) -> TrainState:
+    """A state that a program may take: checked, still there, with numbers and NumPy arrays in it put in their place.
+
+    Raises:
+      TypeError, ValueError: as `check_state`; the state was donated.
+    """
+    _check_structure(state, layout)
+    check_alive(
+        state,
+        "the state",
+        "This state was given to engine.step, which donates it: use the one that it returned, state, metrics = "
+        "engine.step(state, batch). To keep one beside, copy it before the step: jax.tree.map(jnp.copy, state).",
+    )
+    if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(state)):
+        state = jax.tree.map(_as_kept, state, layout.abstract_state(mesh))
+    _check_leaves(state, layout)
+    return state
+
+
+def _check_structure(state: TrainState, layout: Layout) -> None:
     if not isinstance(state, TrainState):
         raise TypeError(
             f"reading the state: found {type(state).__name__}, expected the TrainState that engine.init or the step "
@@ -162,14 +199,27 @@ def check_state(state: TrainState, layout: Layout) -> None:
         )
     check_same_structure(layout.params.tree, state.params, "the parameters", "`state.params`")
     check_same_structure(layout.opt_state.tree, state.opt_state, "the optimizer state", "`state.opt_state`")
+
+
+def _check_leaves(state: TrainState, layout: Layout) -> None:
     for plan, tree in ((layout.params, state.params), (layout.opt_state, state.opt_state)):
         for leaf, x in zip(plan.leaves, jax.tree.leaves(tree), strict=True):
-            if (x.shape, x.dtype) != (leaf.rest_shape, leaf.dtype):
+            shape, dtype = np.shape(x), getattr(x, "dtype", type(x).__name__)
+            if (shape, dtype) != (leaf.rest_shape, leaf.dtype):
                 raise ValueError(
-                    f"reading the state: leaf {leaf.path!r} is {x.dtype}{list(x.shape)} and this engine keeps it as "
+                    f"reading the state: leaf {leaf.path!r} is {dtype}{list(shape)} and this engine keeps it as "
                     f"{leaf.dtype}{list(leaf.rest_shape)}. The state belongs to an engine of other parameters or "
                     f"another mesh or stage: take the one that this engine's init returned."
                 )
+
+
+def _as_kept(x: Any, like: jax.ShapeDtypeStruct) -> Any:
+    """A number (a new learning rate, say) or a NumPy array as the leaf that it stands for, if it can be that."""
+    fits = isinstance(x, np.ndarray | np.generic) and (x.shape, x.dtype) == (like.shape, like.dtype)
+    if isinstance(x, bool | int | float) and like.shape == ():
+        kind = jnp.issubdtype(like.dtype, jnp.floating)
+        fits = fits or bool(kind or np.can_cast(type(x), like.dtype, "same_kind"))
+    return jax.device_put(np.array(x, like.dtype), like.sharding) if fits else x
 
 
 def place_params(params: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
@@ -199,6 +249,22 @@ def _slice(leaf: LeafPlan, host: np.ndarray, index: tuple[slice, ...]) -> np.nda
     part = host[index]
     shard[tuple(slice(0, size) for size in part.shape)] = part
     return shard
+
+
+def check_init_arguments(init_fn: Callable[..., PyTree], args: tuple[Any, ...]) -> None:
+    """Raise a TypeError if a function that makes parameters cannot be called with these arguments."""
+    try:
+        signature = inspect.signature(init_fn)
+    except (TypeError, ValueError):  # a callable without a signature
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        name = getattr(init_fn, "__name__", "init_fn")
+        raise TypeError(
+            f"making the parameters by {name}{signature} with {len(args)} arguments: {error}. What follows the "
+            f"function is passed on to it: engine.init(init_fn, jax.random.key(0))."
+        ) from None
 
 
 def make_params(make: Callable[[], PyTree], plan: ShardPlan, mesh: Mesh) -> PyTree:

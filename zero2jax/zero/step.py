@@ -10,7 +10,7 @@ norm, and for others it inserts what they need.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from zero2jax.base.losses import Loss, LossTerms, SliceKey, WeightedSum
 from zero2jax.base.mesh import axis_size
 from zero2jax.base.pytrees import PyTree, path_names
-from zero2jax.base.transformation import learning_rate
+from zero2jax.base.transformation import learning_rate, update
 from zero2jax.zero.gradients import Gradient, GradientSettings, full_params, local_gradients, local_loss
 from zero2jax.zero.state import Layout, TrainState, merge, pad, unpad
 
@@ -48,23 +48,38 @@ class StepProgram:
     settings: GradientSettings
 
     def step(
-        self, state: TrainState, batch: PyTree, extra_args: dict[str, Any]
+        self,
+        state: TrainState,
+        batch: PyTree,
+        loss_args: Mapping[str, PyTree],
+        extra_args: Mapping[str, Any],
     ) -> tuple[TrainState, Metrics]:
         """The state after one optimizer update, and the metrics; see `Engine.step`."""
         settings, layout, mesh = self.settings.step, self.layout, self.mesh
-        grads, totals = self.gradients(state, batch)
+        sums, totals = self.gradients(state, batch, loss_args)
         means = totals.mean()
         params = unpad(state.params, layout.params, mesh)
         old_opt_state = unpad(state.opt_state, layout.opt_state, mesh)
         trained = layout.trained(params)
-        grads = self._averaged(grads, totals, trained)
-        grad_norm = clipped_norm = optax.tree.norm(grads)
+        grads = mean_grads = self._mean_gradient(sums, totals, trained)
+        if settings.reduction == "sum":
+            num = axis_size(mesh, self.settings.axes.batch)
+            grads = jax.tree.map(lambda g: g * num, grads)
+        grad_norm = optax.tree.norm(grads)
+        metrics = {"loss": means.loss, "grad_norm": grad_norm}
         if settings.clip_norm is not None:
             clip = optax.clip_by_global_norm(settings.clip_norm)
             grads, _ = clip.update(grads, optax.EmptyState())
-            clipped_norm = jnp.minimum(grad_norm, settings.clip_norm)
-        extra_args = {"value": means.loss, **extra_args}
-        updates, opt_state = self.tx.update(grads, old_opt_state, trained, **extra_args)
+            metrics["grad_norm_clipped"] = jnp.minimum(grad_norm, settings.clip_norm)
+        value_fn = self._loss_of(state, params, batch, loss_args)
+        offered = {
+            "value": means.loss,
+            "grad": mean_grads,
+            "value_fn": value_fn,
+            "obj_fn": value_fn,
+            "grad_fn": lambda trained, *_: jax.grad(value_fn)(trained),
+        }
+        updates, opt_state = update(self.tx, grads, old_opt_state, trained, given=extra_args, offered=offered)
         new_params = merge(optax.apply_updates(trained, updates), params, layout.trainable)
         new_params = self._with_frozen(new_params, totals.frozen)
         applied = jnp.bool_(True)
@@ -79,28 +94,49 @@ class StepProgram:
             opt_state=pad(opt_state, layout.opt_state, mesh),
             rng=state.rng,
         )
-        metrics = {
-            "loss": means.loss,
-            "grad_norm": grad_norm,
-            "grad_norm_clipped": clipped_norm,
+        metrics |= {
             "learning_rate": learning_rate(opt_state),  # None where the state shows none
             "applied": applied,
             "weight": totals.weight,
-            "aux": means.aux,
         }
+        if jax.tree.leaves(means.aux):
+            metrics["aux"] = means.aux
         return new_state, metrics
 
-    def gradients(self, state: TrainState, batch: PyTree) -> Gradient:
+    def gradients(self, state: TrainState, batch: PyTree, loss_args: Mapping[str, PyTree]) -> Gradient:
         """Sums over devices and microbatches: a padded, sharded gradient per trainable leaf, and the loss terms."""
         plan = self.layout.params
         specs = [leaf.manual_spec(plan.axis_name) for leaf, t in self._leaves() if t]
         local = functools.partial(local_gradients, self.loss, self.settings)
-        return self._on_batch(local, (specs, P()))(state.params, batch, self._step_key(state))
+        return self._on_batch(local, (specs, P()))(state.params, batch, self._step_key(state, loss_args))
 
-    def evaluate(self, state: TrainState, batch: PyTree) -> LossTerms:
+    def _loss_of(
+        self, state: TrainState, params: PyTree, batch: PyTree, loss_args: Mapping[str, PyTree]
+    ) -> Callable[[PyTree], jax.Array]:
+        """The mean loss of the batch as a function of trainable parameters, for optimizers that look at others.
+
+        Global arrays of true shape. Its gradient is made as the stage makes it; random keys are those of the step.
+        """
+
+        def with_gradient(trained: PyTree) -> tuple[jax.Array, PyTree]:
+            other = merge(trained, params, self.layout.trainable)
+            at = state._replace(params=pad(other, self.layout.params, self.mesh))
+            sums, totals = self.gradients(at, batch, loss_args)
+            return totals.mean().loss, self._mean_gradient(sums, totals, trained)
+
+        @jax.custom_vjp
+        def value_fn(trained: PyTree) -> jax.Array:
+            return with_gradient(trained)[0]  # the compiler drops what makes the gradient
+
+        scaled = lambda grads, dy: (jax.tree.map(lambda g: g * dy.astype(g.dtype), grads),)
+        value_fn.defvjp(with_gradient, scaled)
+        return value_fn
+
+    def evaluate(self, state: TrainState, batch: PyTree, loss_args: Mapping[str, PyTree]) -> LossTerms:
         """The mean loss terms of a batch; parameters are gathered where they are used, no full copy is made."""
         local = functools.partial(local_loss, self.loss, self.settings)
-        totals: WeightedSum = self._on_batch(local, P())(state.params, batch, self._step_key(state))
+        key = self._step_key(state, loss_args)
+        totals: WeightedSum = self._on_batch(local, P())(state.params, batch, key)
         return totals.mean()
 
     def full_params(self, params: PyTree) -> PyTree:
@@ -128,18 +164,16 @@ class StepProgram:
     def _leaves(self) -> Any:
         return zip(self.layout.params.leaves, self.layout.trainable, strict=True)
 
-    def _step_key(self, state: TrainState) -> SliceKey:
-        return SliceKey(state.rng, state.step, jnp.int32(0))
+    def _step_key(self, state: TrainState, loss_args: Mapping[str, PyTree]) -> SliceKey:
+        return SliceKey(state.rng, state.step, jnp.int32(0), dict(loss_args))
 
-    def _averaged(self, grads: list[jax.Array], totals: WeightedSum, like: PyTree) -> PyTree:
+    def _mean_gradient(self, grads: list[jax.Array], totals: WeightedSum, like: PyTree) -> PyTree:
         """Summed gradient shards -> the mean gradient at master dtypes and true shapes, as the optimizer sees it."""
         plan = self.layout.params
         trained = [leaf for leaf, t in self._leaves() if t]
         sub_plan = dataclasses.replace(plan, leaves=tuple(trained), treedef=jax.tree.structure(like))
         grads = unpad(sub_plan.treedef.unflatten(grads), sub_plan, self.mesh)
         scale = totals.inverse_weight
-        if self.settings.step.reduction == "sum":
-            scale = scale * axis_size(self.mesh, self.settings.axes.batch)
         return jax.tree.map(lambda g, p: g.astype(p.dtype) * scale.astype(p.dtype), grads, like)
 
     def _with_frozen(self, params: PyTree, frozen: PyTree) -> PyTree:
@@ -148,12 +182,26 @@ class StepProgram:
         known = {leaf.names: leaf for leaf, t in self._leaves() if not t}
         for names, x in new.items():
             leaf = known.get(names)
-            if leaf is None or leaf.shape != x.shape:
+            if not known:
+                raise ValueError(
+                    f"storing aux['frozen']: the loss function returns a new value for leaf {'/'.join(names)!r}, and "
+                    f"no parameter is frozen. Say which are not trained, when the engine is built: "
+                    f"trainable=lambda path, leaf: not path.startswith({names[0] if names else ''!r})."
+                )
+            if leaf is None or leaf.shape != x.shape or _is_key(leaf) != _is_key(x):
                 paths = sorted(leaf.path for leaf in known.values())
-                rule = f"one of the frozen leaves {paths[:8]}" if leaf is None else f"shape {leaf.shape}"
+                kept = leaf and (f"{leaf.dtype} of " if _is_key(leaf) or _is_key(x) else "")
+                rule = (
+                    f"one of the frozen leaves {paths[:8]}" if leaf is None else f"{kept}shape {leaf.shape}"
+                )
                 raise ValueError(
                     f"storing aux['frozen']: leaf {'/'.join(names)!r} of shape {x.shape} does not fit, expected "
                     f"{rule}. Return new values under the paths that the frozen leaves have in the parameters."
                 )
-        pick = lambda leaf, x: new[leaf.names].astype(leaf.dtype) if leaf.names in new else x
+        stored = lambda leaf, x: x if _is_key(leaf) else x.astype(leaf.dtype)
+        pick = lambda leaf, x: stored(leaf, new[leaf.names]) if leaf.names in new else x
         return self.layout.params.map(pick, params)
+
+
+def _is_key(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.extended))

@@ -1,0 +1,98 @@
+"""The functions of an engine, jitted: the step with its donation, evaluations, full parameters. Global arrays.
+
+`step` holds the pure functions. One `Compiled` belongs to one layout of the state.
+"""
+
+import collections
+import dataclasses
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from zero2jax.base import losses
+from zero2jax.base.losses import LossFn
+from zero2jax.base.mesh import replicated
+from zero2jax.zero.shard_plan import ShardPlan
+from zero2jax.zero.step import StepProgram
+
+CompilerOptions = Mapping[str, Any] | Callable[[ShardPlan], Mapping[str, Any]] | None
+
+_MAX_EVALUATIONS = 8  # loss functions whose evaluation stays compiled
+
+
+class Compiled:
+    """The functions of one layout, each compiled when it is first called. Another layout gets another object."""
+
+    def __init__(self, program: StepProgram, options: CompilerOptions):
+        self.layout = program.layout
+        self._program = program
+        self._options = options
+        self._replicated = replicated(program.mesh)
+        self._step: Any = None
+        self._step_inside: Any = None
+        self.evaluations: dict[Any, Any] = {}  # by the identity of the loss: it may be unhashable
+        self._sources: collections.Counter[Any] = collections.Counter()  # losses compiled of the same code
+        self.compared = False  # whether the processes have agreed that they run the same step
+
+    # No `functools.cached_property`, whose frame would hide the user's line from the warnings that are given here.
+
+    @property
+    def step(self) -> Any:
+        """`(state, batch, loss arguments, extra arguments) -> (state, metrics)`, the state donated."""
+        if self._step is None:
+            self._step = self._jit_step(donate_argnums=0, compiler_options=self._compiler_options() or None)
+        return self._step
+
+    @property
+    def step_inside(self) -> Any:
+        """`step` as a part of a program of the user's, which alone can donate and have options for the compiler."""
+        if self._step_inside is None:
+            self._step_inside = self._jit_step()
+            if options := self._compiler_options():
+                warnings.warn(
+                    f"a step inside of a program of yours: the compiler options {sorted(options)} have no effect "
+                    f"there. Give them to your own jax.jit.",
+                    stacklevel=3,
+                )
+        return self._step_inside
+
+    def _compiler_options(self) -> dict[str, Any]:
+        options = self._options
+        return dict(options(self.layout.params) if callable(options) else options or {})
+
+    def _jit_step(self, **options: Any) -> Any:
+        shardings = jax.tree.map(lambda x: x.sharding, self.layout.abstract_state(self._program.mesh))
+        return jax.jit(self._program.step, out_shardings=(shardings, self._replicated), **options)
+
+    @functools.cached_property
+    def params(self) -> Any:
+        """`parameters at rest -> full ones`."""
+        return jax.jit(self._program.full_params, out_shardings=self._replicated)
+
+    def evaluate(self, loss_fn: LossFn) -> Any:
+        """`(state, batch, loss arguments) -> mean loss terms` of a loss function; the last few stay compiled."""
+        # What is kept holds the loss function: its id is not used again. A method is another object at each access.
+        method = inspect.ismethod(loss_fn)
+        key = (id(loss_fn.__self__), id(loss_fn.__func__)) if method else id(loss_fn)  # type: ignore[attr-defined]
+        if key not in self.evaluations:
+            self._warn_of_copies(loss_fn)
+            while len(self.evaluations) >= _MAX_EVALUATIONS:
+                self.evaluations.pop(next(iter(self.evaluations)))
+            program = dataclasses.replace(self._program, loss=losses.normalized(loss_fn))
+            self.evaluations[key] = jax.jit(program.evaluate, out_shardings=self._replicated)
+        return self.evaluations[key]
+
+    def _warn_of_copies(self, loss_fn: LossFn) -> None:
+        code = getattr(getattr(loss_fn, "func", loss_fn), "__code__", None)
+        self._sources[code] += 1
+        if code is not None and self._sources[code] == 3:
+            warnings.warn(
+                f"evaluating: {code.co_name} of {code.co_filename}:{code.co_firstlineno} is the third function of the "
+                f"same code, and each is compiled anew. Define it once, outside of the loop; what changes goes into "
+                f"loss_args={{...}}.",
+                stacklevel=4,
+            )
