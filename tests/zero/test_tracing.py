@@ -129,3 +129,27 @@ def test_a_box_that_names_the_data_axis_beside_another_axis_is_refused_with_the_
     unboxed = nn.meta.unbox(params)
     _, metrics = engine.step(engine.init(unboxed), X)
     np.testing.assert_allclose(metrics["loss"], of_slices(loss, unboxed, 4), rtol=RTOL)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_products_that_are_wider_than_the_compute_dtype_are_said_with_the_line(stage):
+    """2 * 1024**3 operations in the wide product, half of that in the narrow one; nothing is compiled."""
+    dtype = jnp.float32
+
+    def loss(p, x):
+        narrow = x[:512].astype(jnp.bfloat16) @ p["w"]
+        return jnp.mean(x.astype(dtype) @ p["w"]) + jnp.mean(narrow).astype(jnp.float32)
+
+    def lower(precision, rows=2048):
+        engine = zero2jax.Engine(
+            loss, optax.sgd(0.1), zero2jax.make_mesh(data=2), stage=stage, precision=precision
+        )
+        engine.abstract_state({"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)})
+        engine.lower(jax.ShapeDtypeStruct((rows, 1024), jnp.float32))
+
+    with pytest.warns(UserWarning, match=r"67 % .* in float32, .* is bfloat16.*at .*test_tracing.py:\d+"):
+        lower(zero2jax.Precision())
+    lower(FP32)
+    lower(zero2jax.Precision(), rows=512)  # too few to matter
+    dtype = jnp.bfloat16
+    lower(zero2jax.Precision())

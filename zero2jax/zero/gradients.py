@@ -31,7 +31,7 @@ from zero2jax.zero.point_of_use import Standin, evaluate
 from zero2jax.zero.precision import Precision
 from zero2jax.zero.settings import StepSettings
 from zero2jax.zero.shard_plan import ShardPlan
-from zero2jax.zero.tracing import trace_loss
+from zero2jax.zero.tracing import trace_loss, warn_of_wide_products
 
 Gradient = tuple[list[jax.Array], WeightedSum]
 """Weight x gradient of each trainable leaf, and the loss terms."""
@@ -220,6 +220,7 @@ def _evaluated(
 ) -> Any:
     """`fun(params, batch, rng)`, the leaves of `params` full or stand-ins."""
     jaxpr, out = trace_loss(fun, settings.compute_shapes, batch, rng)
+    warn_of_wide_products(jaxpr, settings.precision.compute_dtype)
     flat = evaluate(jaxpr, [*params, *jax.tree.leaves((batch, rng))], regather=regather)
     return jax.tree.unflatten(jax.tree.structure(out), flat)
 
