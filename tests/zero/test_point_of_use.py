@@ -317,3 +317,26 @@ def test_gradients_are_reduced_in_the_dtype_of_the_port(mode):
         )
         assert set(found.dtypes["reduce_scatter"]) == {jnp.dtype(expected)}
         assert set(found.dtypes["all_gather"]) == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("mode", ["held", "regathered"])
+def test_a_leaf_that_is_kept_in_fp32_is_reduced_in_fp32(mode):
+    loss, params = CASES["scan_over_several"]
+    settings = settings_of(loss, params, *MODES[mode])
+    precision = zero2jax.Precision(keep_fp32=lambda path, leaf: path == "bias")
+    step = StepSettings(stage=settings.step.stage, gather="use", precision=precision)
+    settings = GradientSettings(settings.plan, settings.trainable, step)
+
+    def mixed(p, x):
+        return loss({"stack": p["stack"].astype(jnp.float32), "bias": p["bias"]}, x)
+
+    found = count_primitives(jax.make_jaxpr(lambda p, x: sharded_gradients(mixed, p, x, settings))(params, X))
+    reduced = zip(found.shapes["reduce_scatter"], found.dtypes["reduce_scatter"], strict=True)
+    assert set(reduced) == {((2, WIDTH), jnp.dtype(jnp.bfloat16)), ((1, 2), jnp.dtype(jnp.float32))}
+
+
+def test_a_loop_in_a_checkpoint_does_not_stack_what_it_gathers():
+    found = traced("checkpoint_of_scan", "regathered")
+    assert found.in_loops["all_gather"] == 3  # forward; in backward forward once more, and backward
+    assert (LAYERS, WIDTH, WIDTH) not in found.shapes["scan"]
+    assert (LAYERS, WIDTH, WIDTH) in traced("scan", "held").shapes["scan"]

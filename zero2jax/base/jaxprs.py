@@ -176,7 +176,7 @@ def detached(eqn: Any) -> Callable[..., Sequence[Any]]:
     """
     run = lambda *operands: bind(eqn, operands)
     if eqn.primitive.name == "cond" and not any(_has_checkpoint(branch) for branch in inner_jaxprs(eqn)):
-        return jax.checkpoint(run, policy=jax.checkpoint_policies.everything_saveable)
+        return jax.checkpoint(run, policy=jax.checkpoint_policies.everything_saveable, prevent_cse=False)
     return run
 
 
