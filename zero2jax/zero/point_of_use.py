@@ -193,13 +193,14 @@ def _apply(eqn: Any, operands: list[Any], scope: Scope) -> Sequence[Any]:
         alone = name in _DEFERRABLE or (name in _CUSTOM and len(eqn.outvars) == 1)
         if len(operands) == 1 and (name == "convert_element_type" or (not scope.keeps(first) and alone)):
             return [dataclasses.replace(first, pending=(*first.pending, eqn))]  # put off until it is gathered
-    compute = lambda *xs: jaxprs.bind(eqn, [scope.value(x) for x in xs])
     # gathered here, and held until backward has read it, if it does; nothing goes backward through a `while`
     if all(scope.keeps(x) for x in standins) or _never_saved(eqn, operands) or eqn.effects or name == "while":
-        return compute(*operands)
+        return jaxprs.bind(eqn, [scope.value(x) for x in operands])
     # gathered here, and gathered again in backward
+    operands = [scope.value(x) if isinstance(x, Standin) and scope.keeps(x) else x for x in operands]
     if jaxprs.has_body(eqn):
         return _regathering(jaxprs.detached(eqn), jaxprs.arrays(eqn, operands), scope)
+    compute = lambda *xs: jaxprs.bind(eqn, [scope.inner().value(x) for x in xs])
     return _recomputing(compute, operands, prevent_cse=not scope.in_loop)
 
 
