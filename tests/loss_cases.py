@@ -194,6 +194,31 @@ def gradient_inside(p, x):
     return (slope**2).mean() + layer(x, p["w"]).mean()
 
 
+@jax.custom_vjp
+def rounded(w):
+    return jnp.round(8 * w) / 8
+
+
+rounded.defvjp(lambda w: (rounded(w), None), lambda saved, g: (g,))
+
+
+def rounded_weights(p, x):
+    return layer(layer(x, rounded(p["w"])), rounded(p["v"])).mean()
+
+
+def checkpoint_in_cond(p, x):
+    return jax.lax.cond(x.sum() > 0, jax.checkpoint(layer), lambda x, w: x @ w, x, p["w"]).mean()
+
+
+def loop_that_transposes(p, x):
+    return over_layers(x, jnp.zeros(LAYERS), lambda x, _: layer(x, p["w"].T)).mean()
+
+
+def stack_made_in_the_loss(p, x):
+    x = over_layers(x, jnp.stack([p["w"], p["v"], p["w"]]))
+    return over_layers(x, jnp.concatenate([p["stack"][:1], p["stack"][2:]])).mean()
+
+
 def tied(p, x):
     hidden = layer(x, p["w"])
     rows = p["w"][jnp.array([0, 2, 2, 4])]
@@ -280,6 +305,11 @@ CASES = {
     "while": (while_loop, {"w": W}),
     "custom_vjp": (custom_vjp, MATRICES),
     "custom_jvp": (custom_jvp, MATRICES),
+    "custom_jvp_product": (lambda p, x: jnp.tanh(tripled_tangent(layer(x, p["v"]), p["w"])).mean(), MATRICES),
+    "rounded_weights": (rounded_weights, MATRICES),
+    "checkpoint_in_cond": (checkpoint_in_cond, {"w": W}),
+    "loop_that_transposes": (loop_that_transposes, {"w": W}),
+    "stack_made_in_the_loss": (stack_made_in_the_loss, {**MATRICES, "stack": STACK}),
     "gradient_inside": (gradient_inside, {"w": W}),
     "sum_and_product": (lambda p, x: jnp.mean(jnp.tanh(x + p["b"][None]) @ p["w"]), {"b": BIAS[0], "w": W}),
     "mask_and_indices": (

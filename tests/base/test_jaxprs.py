@@ -224,3 +224,31 @@ def test_names_of_tensors_are_found_at_every_depth():
     fun = lambda x: jax.lax.scan(lambda c, _: (named(c), None), x, None, length=2)[0]
     jaxpr, _ = jaxprs.trace(fun, jnp.ones(2))
     assert jaxprs.tensor_names(jaxpr) == {"inner"}
+
+
+def test_products_are_counted_by_the_dtype_of_their_operands():
+    def fun(x, w, stack):
+        x = jax.lax.scan(lambda x, w: (x @ w, None), x, stack)[0]  # bf16, 3 times
+        x = jax.lax.cond(x.sum() > 0, lambda x: x @ w, lambda x: x, x)  # bf16, in one of two branches
+        wide = jax.jit(lambda x: x.astype(jnp.float32))(x)
+        return jax.checkpoint(lambda x, y: jnp.einsum("bi,bj->ij", x, y))(wide, wide)
+
+    x, w = jnp.ones((2, 5), jnp.bfloat16), jnp.ones((5, 5), jnp.bfloat16)
+    jaxpr, _ = jaxprs.trace(fun, x, w, jnp.ones((3, 5, 5), jnp.bfloat16))
+    found = {}
+    for product in jaxprs.products(jaxpr):
+        found[product.dtype] = found.get(product.dtype, 0) + product.flops
+    assert found == {
+        jnp.dtype(jnp.bfloat16): 4 * 2 * (2 * 5 * 5),
+        jnp.dtype(jnp.float32): 2 * (5 * 2 * 5),
+    }
+
+
+def test_a_product_of_two_dtypes_counts_as_the_wider_one_and_knows_its_line():
+    def fun(x, w):
+        return jax.lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+    jaxpr, _ = jaxprs.trace(fun, jnp.ones((4, 5), jnp.bfloat16), jnp.ones((5, 2)))
+    (product,) = jaxprs.products(jaxpr)
+    assert product.dtype == jnp.float32
+    assert "test_jaxprs.py:" in product.line

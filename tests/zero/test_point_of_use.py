@@ -38,6 +38,7 @@ def small_counts_as_large(monkeypatch):
 
 
 SAVES_EVERYTHING = "ignore:a jax.checkpoint with the policy everything_saveable"  # said at stage 3
+HELD_BY_A_LOOP = "ignore:stage 3 holds parameter"  # a loop that stacks the layers it picks by its index
 MODES = {"held": (2, False), "regathered": (3, False), "gathered once": (2, True)}
 
 
@@ -73,7 +74,7 @@ def sharded_gradients(loss, params, x, settings):
     return [g / plan.num_shards for g in cut], totals.mean()
 
 
-@pytest.mark.filterwarnings(SAVES_EVERYTHING)
+@pytest.mark.filterwarnings(SAVES_EVERYTHING, HELD_BY_A_LOOP)
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients_equal_the_plain_ones(name):
     loss, params = CASES[name]
@@ -163,6 +164,13 @@ def test_a_parameter_held_in_one_scope_is_gathered_and_reduced_once():
     assert found.outside_loops["all_gather"] == found.outside_loops["reduce_scatter"] == 1
 
 
+def test_a_small_parameter_is_gathered_and_reduced_once_however_often_it_is_used(monkeypatch):
+    assert traced("tied", "regathered").outside_loops["reduce_scatter"] == 3  # one for each use
+    monkeypatch.setattr(point_of_use, "_SMALL", W.size)
+    found = traced("tied", "regathered")
+    assert found.outside_loops["all_gather"] == found.outside_loops["reduce_scatter"] == 1
+
+
 @pytest.mark.parametrize("name", ["python_index", "python_iteration", "python_slices"])
 @pytest.mark.parametrize("mode", ["held", "regathered"])
 def test_layers_picked_from_a_stack_never_gather_the_whole_stack(name, mode):
@@ -170,6 +178,67 @@ def test_layers_picked_from_a_stack_never_gather_the_whole_stack(name, mode):
     sizes = [np.prod(shape) for shape in found.shapes["all_gather"]]
     assert sizes
     assert max(sizes) < np.prod(STACK.shape)
+
+
+# --- what stays until backward: the arrays that `jax.vjp` saves, nothing is compiled ------------------------------
+
+
+def saved_shapes(name, *, regather):
+    """Shapes of what backward reads, on each device."""
+    loss, params = CASES[name]
+    settings = settings_of(loss, params, 3 if regather else 2, False)
+    shapes = []
+
+    def local(shards, x):
+        jaxpr, _ = jaxprs.trace(loss, params, x)
+
+        def objective(ports):
+            standins = [
+                point_of_use.Standin(use, shard, port)
+                for use, shard, port in zip(settings.uses, shards, ports, strict=True)
+            ]
+            return point_of_use.evaluate(jaxpr, [*standins, x], regather=regather)[0]
+
+        _, pull = jax.vjp(objective, [jnp.zeros_like(shard) for shard in shards])
+        shapes.extend(leaf.shape for leaf in jax.tree.leaves(pull))
+
+    plan = settings.plan
+    shards = [jax.ShapeDtypeStruct(leaf.rest_shape, jnp.float32) for leaf in plan.leaves]
+    mesh = zero2jax.make_mesh(data=NUM_SHARDS)
+    specs = [leaf.manual_spec() for leaf in plan.leaves]
+    run = jax.shard_map(local, mesh=mesh, in_specs=(specs, P("data")), out_specs=None, check_vma=False)
+    jax.eval_shape(run, shards, X)
+    return shapes
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["cond", "custom_vjp", "custom_jvp_product", "scan_const", "rounded_weights", "stack_made_in_the_loss"],
+)
+def test_with_regather_no_full_parameter_stays_until_backward(name):
+    full = lambda shapes: [shape for shape in shapes if shape[-2:] == (WIDTH, WIDTH)]
+    assert full(saved_shapes(name, regather=False))
+    assert not full(saved_shapes(name, regather=True))
+
+
+@pytest.mark.parametrize(("name", "path"), [("loop_that_transposes", "w"), ("fori_loop", "stack")])
+def test_a_parameter_that_stays_is_named_with_the_way_out(name, path):
+    with pytest.warns(UserWarning, match=f"holds parameter '{path}' until backward.*jax.checkpoint around"):
+        assert (WIDTH, WIDTH) in {shape[-2:] for shape in saved_shapes(name, regather=True)}
+
+
+@pytest.mark.parametrize("name", ["cond", "custom_vjp", "scan_const"])
+def test_what_runs_a_body_is_gathered_twice_and_run_once(name):
+    held, regathered = traced(name, "held"), traced(name, "regathered")
+    of_w = lambda found: sum(len(shape) == 2 for shape in found.shapes["all_gather"])
+    assert of_w(regathered) > of_w(held)
+    assert regathered.total("tanh") == held.total("tanh")
+
+
+def test_a_stack_made_in_the_loss_is_gathered_and_reduced_layer_by_layer():
+    for mode in ("held", "regathered"):
+        found = traced("stack_made_in_the_loss", mode)
+        assert found.outside_loops["all_gather"] == found.outside_loops["reduce_scatter"] == 0, mode
 
 
 @pytest.mark.filterwarnings(SAVES_EVERYTHING)
@@ -248,3 +317,26 @@ def test_gradients_are_reduced_in_the_dtype_of_the_port(mode):
         )
         assert set(found.dtypes["reduce_scatter"]) == {jnp.dtype(expected)}
         assert set(found.dtypes["all_gather"]) == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("mode", ["held", "regathered"])
+def test_a_leaf_that_is_kept_in_fp32_is_reduced_in_fp32(mode):
+    loss, params = CASES["scan_over_several"]
+    settings = settings_of(loss, params, *MODES[mode])
+    precision = zero2jax.Precision(keep_fp32=lambda path, leaf: path == "bias")
+    step = StepSettings(stage=settings.step.stage, gather="use", precision=precision)
+    settings = GradientSettings(settings.plan, settings.trainable, step)
+
+    def mixed(p, x):
+        return loss({"stack": p["stack"].astype(jnp.float32), "bias": p["bias"]}, x)
+
+    found = count_primitives(jax.make_jaxpr(lambda p, x: sharded_gradients(mixed, p, x, settings))(params, X))
+    reduced = zip(found.shapes["reduce_scatter"], found.dtypes["reduce_scatter"], strict=True)
+    assert set(reduced) == {((2, WIDTH), jnp.dtype(jnp.bfloat16)), ((1, 2), jnp.dtype(jnp.float32))}
+
+
+def test_a_loop_in_a_checkpoint_does_not_stack_what_it_gathers():
+    found = traced("checkpoint_of_scan", "regathered")
+    assert found.in_loops["all_gather"] == 3  # forward; in backward forward once more, and backward
+    assert (LAYERS, WIDTH, WIDTH) not in found.shapes["scan"]
+    assert (LAYERS, WIDTH, WIDTH) in traced("scan", "held").shapes["scan"]

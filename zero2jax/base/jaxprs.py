@@ -8,6 +8,7 @@ both and names what to look at when a new jax changes them.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -147,9 +148,9 @@ def evaluate_by_runs(
 
 def arrays(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """The operands of an equation, Python scalars as arrays of the dtypes that it was traced for."""
-    is_array = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")
+    is_scalar = lambda x: isinstance(x, (bool, int, float, complex))
     return [
-        x if is_array(x) else jnp.asarray(x, v.aval.dtype) for x, v in zip(operands, eqn.invars, strict=True)
+        jnp.asarray(x, v.aval.dtype) if is_scalar(x) else x for x, v in zip(operands, eqn.invars, strict=True)
     ]
 
 
@@ -165,6 +166,22 @@ def bind_with(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> Sequ
     functions, bind_params = bind_params if isinstance(bind_params, tuple) else ((), bind_params)
     out = eqn.primitive.bind(*functions, *operands, **bind_params)
     return out if eqn.primitive.multiple_results else [out]
+
+
+def detached(eqn: Any) -> Callable[..., Sequence[Any]]:
+    """An equation as a function whose operands `jax.vjp` saves as they are, where its backward pass reads them.
+
+    A `cond` of jax 0.10 saves copies, the outputs of its branches, unless a `jax.checkpoint` is around it. One that
+    saves everything does not repeat anything, but would take the place of those in the branches.
+    """
+    run = lambda *operands: bind(eqn, operands)
+    if eqn.primitive.name == "cond" and not any(_has_checkpoint(branch) for branch in inner_jaxprs(eqn)):
+        return jax.checkpoint(run, policy=jax.checkpoint_policies.everything_saveable, prevent_cse=False)
+    return run
+
+
+def _has_checkpoint(jaxpr: Any) -> bool:
+    return any(is_checkpoint(e) or any(map(_has_checkpoint, inner_jaxprs(e))) for e in equations(jaxpr))
 
 
 def is_call(eqn: Any) -> bool:
@@ -266,6 +283,30 @@ def rebuild_scan(
 
     last, ys = jax.lax.scan(body, tuple(carry), tuple(xs), **options)
     return [*last, *ys]
+
+
+class Product(NamedTuple):
+    """A matrix product: the wider dtype of its operands, floating-point operations, and the source line it is from."""
+
+    dtype: Any
+    flops: float
+    line: str
+
+
+def products(jaxpr: Any, times: float = 1) -> list[Product]:
+    """The matrix products of a jaxpr in order: a scan's as often as it runs, of a `cond` those of every branch."""
+    found: list[Product] = []
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name == "dot_general":
+            lhs, rhs = (v.aval for v in eqn.invars[:2])
+            contracted = math.prod(lhs.shape[i] for i in eqn.params["dimension_numbers"][0][0])
+            flops = times * 2 * contracted * math.prod(eqn.outvars[0].aval.shape)
+            line = source_info_util.summarize(eqn.source_info)
+            found.append(Product(max(lhs.dtype, rhs.dtype, key=lambda dtype: dtype.itemsize), flops, line))
+        inner_times = times * eqn.params["length"] if is_scan(eqn) else times
+        for inner in inner_jaxprs(eqn):
+            found += products(inner, inner_times)
+    return found
 
 
 def tensor_names(jaxpr: Any) -> set[str]:

@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero2jax.base import jaxprs
 from zero2jax.base.losses import Loss, SliceKey, WeightedSum
 from zero2jax.base.mesh import DataAxes
 from zero2jax.base.pytrees import PyTree
@@ -32,6 +31,7 @@ from zero2jax.zero.point_of_use import Standin, evaluate
 from zero2jax.zero.precision import Precision
 from zero2jax.zero.settings import StepSettings
 from zero2jax.zero.shard_plan import ShardPlan
+from zero2jax.zero.tracing import trace_loss, warn_of_wide_products
 
 Gradient = tuple[list[jax.Array], WeightedSum]
 """Weight x gradient of each trainable leaf, and the loss terms."""
@@ -131,7 +131,7 @@ def _full_gradients(
         full = list(params)
         for i, x in zip(trained, values, strict=True):
             full[i] = x
-        return _weighted_loss(loss, settings.plan.treedef.unflatten(full), batch, rng)
+        return _evaluated(_weighted(loss), settings, full, batch, rng, regather=False)
 
     def gradient(batch: PyTree, rng: SliceKey) -> Gradient:
         values = [params[i] for i in trained]
@@ -152,11 +152,10 @@ def _gradients_at_use(
         uses = [dataclasses.replace(use, gathered=True) for use in uses]
 
     def objective(ports: list[jax.Array], batch: PyTree, rng: SliceKey) -> tuple[jax.Array, WeightedSum]:
-        weighted = lambda params, batch, rng: _weighted_loss(loss, params, batch, rng)
         port_of = dict(zip(trained, ports, strict=True))
         pairs = enumerate(zip(uses, sources, strict=True))
         standins = [Standin(use, x, port_of.get(i)) for i, (use, x) in pairs]
-        return _evaluated(weighted, settings, standins, batch, rng, regather=settings.step.stage == 3)
+        return _evaluated(_weighted(loss), settings, standins, batch, rng, regather=settings.step.stage == 3)
 
     def gradient(batch: PyTree, rng: SliceKey) -> Gradient:
         ports = [jnp.zeros(shards[i].shape, uses[i].grad_dtype) for i in trained]
@@ -166,9 +165,12 @@ def _gradients_at_use(
     return _over_microbatches(gradient, settings, [shards[i].shape for i in trained], batch, rng)
 
 
-def _weighted_loss(loss: Loss, params: PyTree, batch: PyTree, rng: SliceKey) -> tuple[jax.Array, WeightedSum]:
-    terms = WeightedSum.of(loss(params, batch, rng))
-    return terms.loss, terms
+def _weighted(loss: Loss) -> Callable[..., tuple[jax.Array, WeightedSum]]:
+    def weighted(params: PyTree, batch: PyTree, rng: SliceKey) -> tuple[jax.Array, WeightedSum]:
+        terms = WeightedSum.of(loss(params, batch, rng))
+        return terms.loss, terms
+
+    return weighted
 
 
 def _over_microbatches(
@@ -210,15 +212,16 @@ def local_loss(
 def _evaluated(
     fun: Callable[..., Any],
     settings: GradientSettings,
-    standins: list[Standin],
+    params: Sequence[Standin | jax.Array],
     batch: PyTree,
     rng: SliceKey,
     *,
     regather: bool,
 ) -> Any:
-    """`fun(params, batch, rng)` with stand-ins in the place of the parameters."""
-    jaxpr, out = jaxprs.trace(fun, settings.compute_shapes, batch, rng)
-    flat = evaluate(jaxpr, [*standins, *jax.tree.leaves((batch, rng))], regather=regather)
+    """`fun(params, batch, rng)`, the leaves of `params` full or stand-ins."""
+    jaxpr, out = trace_loss(fun, settings.compute_shapes, batch, rng)
+    warn_of_wide_products(jaxpr, settings.precision.compute_dtype)
+    flat = evaluate(jaxpr, [*params, *jax.tree.leaves((batch, rng))], regather=regather)
     return jax.tree.unflatten(jax.tree.structure(out), flat)
 
 

@@ -19,6 +19,7 @@ from zero2jax.base import jaxprs
 from zero2jax.base.losses import Loss, SliceKey
 from zero2jax.base.mesh import DataAxes
 from zero2jax.base.pytrees import PyTree
+from zero2jax.zero.tracing import trace_loss
 
 
 def layer_dims_of_loss(loss: Loss, shapes: PyTree, batch: PyTree, mesh: Mesh, axes: DataAxes) -> PyTree:
@@ -35,7 +36,7 @@ def layer_dims_of_loss(loss: Loss, shapes: PyTree, batch: PyTree, mesh: Mesh, ax
     depths: list[int] = []
 
     def local(batch: PyTree, rng: SliceKey) -> None:
-        jaxpr, _ = jaxprs.trace(loss, shapes, batch, rng)
+        jaxpr, _ = trace_loss(loss, shapes, batch, rng)
         depths.extend(scan_depths(jaxpr, len(leaves)))
 
     # Inside a shard_map, since the loss function is written for a device's part of the batch and may name the data

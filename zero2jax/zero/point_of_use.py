@@ -16,37 +16,40 @@ exists. Two ways:
   held (stage 2)      a parameter is gathered once per scope and before a `jax.checkpoint`, whose saved input it becomes
                       (a stack that is scanned over inside is gathered before, layer by layer, and reduced inside)
   regather (stage 3)  it is gathered inside the `jax.checkpoint`, whose backward pass gathers it again; outside of one,
-                      each operation whose backward pass reads it is wrapped in a `jax.checkpoint` of its own,
-                      unless the parameter is small
+                      each operation whose backward pass reads it is wrapped in a `jax.checkpoint` of its own, or, if
+                      it has a body (`cond`, a custom derivative, a loop that closes over it), in `regather`,
+                      unless the parameter is small: that one is held
 
 The port is never read: it gives the cotangent a place, a shape and a dtype. Differentiate with respect to the
 ports. A source may also be full already (gathered once per step); then only the backward half is left.
 
-Limits. A parameter that `cond`, `while`, a custom derivative or a kernel uses, or that a scan closes over, is gathered
-just before, and with regather stays until its backward pass. A value computed from parameters alone
-(`w1 @ w2`) is an activation like any other.
+Limits. With regather, what such an operation makes of a parameter alone and saves stays until backward, as does what
+an operation with effects (a callback) reads. A value computed from several parameters (`w1 @ w2`) is an activation
+like any other, and a parameter that is used twice is gathered and its gradient reduced at each use.
 
 ZeRO, arXiv:1910.02054, sections 5.2 and 5.3.
 """
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from zero2jax.base import jaxprs
 from zero2jax.zero.exchange import Use, by_layer, gather, gather_and_reduce
-from zero2jax.zero.layer_dims import input_depths, reshaped_leading
-from zero2jax.zero.shard_plan import Placement
+from zero2jax.zero.layer_dims import input_depths
+from zero2jax.zero.layer_picks import JOINS, PICKS
+from zero2jax.zero.regather import regathered
 
 # Operations on a parameter alone that are cheap to repeat after each gather.
 _DEFERRABLE = frozenset(
     {"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "slice"}
 )
+
+# Functions of a parameter alone with a derivative of their own (a rounding, an activation): put off with regather.
+_CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 # Operations whose backward pass does not read the parameter, so there is nothing to gather again.
 _LINEAR = _DEFERRABLE | {"add", "add_any", "concatenate", "copy", "dynamic_slice", "gather", "neg", "pad"}
@@ -118,8 +121,12 @@ class Scope:
 
     @property
     def holds(self) -> bool:
-        """Whether a parameter that is gathered stays for the rest of this scope."""
+        """Whether every parameter that is gathered stays for the rest of this scope."""
         return self.recomputed or not self.regather
+
+    def keeps(self, x: Standin) -> bool:
+        """Whether this parameter stays, since all do or it is small."""
+        return self.holds or (not self.in_loop and x.size <= _SMALL)
 
     def inner(self, **changes: Any) -> "Scope":
         """The scope of a body in this one, in which nothing has been gathered."""
@@ -141,7 +148,7 @@ class Scope:
             (array,) = jaxprs.bind(x.pending[-1], [self.value(before)])
         else:
             array = gather(x.use, x.source) if x.port is None else gather_and_reduce(x.use, x.source, x.port)
-        if self.holds:
+        if self.keeps(x):
             self.held[key] = x, array
         return array
 
@@ -175,20 +182,25 @@ def _apply(eqn: Any, operands: list[Any], scope: Scope) -> Sequence[Any]:
         return _scan(eqn, operands, scope)
     if jaxprs.is_checkpoint(eqn):  # gathered again inside, or held as its saved input
         return _checkpoint(eqn, operands, scope)
-    first = operands[0]
+    name, first = eqn.primitive.name, operands[0]
+    joined = _joined(eqn, standins, scope) if name in JOINS and len(standins) == len(operands) else None
+    if joined is not None:  # passed on: one stand-in of all of them
+        return [joined]
     if isinstance(first, Standin) and len(standins) == 1:
         picked = _pick_layers(eqn, first, operands[1:], scope)
         if picked is not None:  # passed on: other stand-ins, of the layers that were picked
             return picked
-        cast = eqn.primitive.name == "convert_element_type"
-        if len(operands) == 1 and (cast or (not scope.holds and eqn.primitive.name in _DEFERRABLE)):
+        alone = name in _DEFERRABLE or (name in _CUSTOM and len(eqn.outvars) == 1)
+        if len(operands) == 1 and (name == "convert_element_type" or (not scope.keeps(first) and alone)):
             return [dataclasses.replace(first, pending=(*first.pending, eqn))]  # put off until it is gathered
-    compute = lambda *xs: jaxprs.bind(eqn, [scope.value(x) for x in xs])
-    small = not scope.in_loop and all(x.size <= _SMALL for x in standins)
-    # gathered here, and held until backward has read it, if it does
-    if scope.holds or small or _never_saved(eqn, operands) or jaxprs.has_body(eqn):
-        return compute(*operands)
+    # gathered here, and held until backward has read it, if it does; nothing goes backward through a `while`
+    if all(scope.keeps(x) for x in standins) or _never_saved(eqn, operands) or eqn.effects or name == "while":
+        return jaxprs.bind(eqn, [scope.value(x) for x in operands])
     # gathered here, and gathered again in backward
+    operands = [scope.value(x) if isinstance(x, Standin) and scope.keeps(x) else x for x in operands]
+    if jaxprs.has_body(eqn):
+        return _regathering(jaxprs.detached(eqn), jaxprs.arrays(eqn, operands), scope)
+    compute = lambda *xs: jaxprs.bind(eqn, [scope.inner().value(x) for x in xs])
     return _recomputing(compute, operands, prevent_cse=not scope.in_loop)
 
 
@@ -212,6 +224,32 @@ def _recomputing(
         return fun(*[x.over(a) if isinstance(x, Standin) else a for x, a in pairs])
 
     return jax.checkpoint(inner, **options)(*_arrays_of(operands))
+
+
+def _regathering(
+    fun: Callable[..., Sequence[jax.Array]], operands: Sequence[Any], scope: Scope
+) -> Sequence[jax.Array]:
+    """`fun(*operands)`, run once, its stand-ins gathered again for backward; other operands may be pytrees."""
+    at = [i for i, x in enumerate(operands) if isinstance(x, Standin)]
+    standins = [operands[i] for i in at]
+
+    def full(sources: list[jax.Array], ports: list[Any]) -> list[jax.Array]:
+        arrays = zip(sources, ports, strict=True)
+        return [scope.inner().value(x.over(pair)) for x, pair in zip(standins, arrays, strict=True)]
+
+    def placed(params: list[jax.Array], others: list[Any]) -> Sequence[jax.Array]:
+        param, other = iter(params), iter(others)
+        return fun(*[next(param if i in at else other) for i in range(len(operands))])
+
+    return regathered(
+        placed,
+        full,
+        [x.source for x in standins],
+        [x.port for x in standins],
+        [x for x in operands if not isinstance(x, Standin)],
+        names=[x.use.path for x in standins],
+        prevent_cse=not scope.in_loop,
+    )
 
 
 def _checkpoint(eqn: Any, operands: list[Any], scope: Scope) -> Sequence[jax.Array]:
@@ -250,7 +288,12 @@ def _saved_input(x: Any, depth: int, scope: Scope) -> Any:
 def _scan(eqn: Any, operands: list[Any], scope: Scope) -> Sequence[jax.Array]:
     body, num_consts, num_carry, options = jaxprs.scan_parts(eqn)
     split = num_consts + num_carry
-    fixed = [scope.value(x) for x in operands[:split]]
+    operands = jaxprs.arrays(eqn, operands)
+    dropped = [
+        isinstance(x, Standin) and not scope.keeps(x) and not eqn.effects for x in operands[:num_consts]
+    ]
+    dropped += [False] * num_carry
+    fixed = [x if d else scope.value(x) for x, d in zip(operands[:split], dropped, strict=True)]
     xs = [_scanned(x, scope) for x in operands[split:]]
 
     def step(*arrays: Any) -> list[jax.Array]:
@@ -259,7 +302,10 @@ def _scan(eqn: Any, operands: list[Any], scope: Scope) -> Sequence[jax.Array]:
         # not `recomputed`: what the body held, the loop would stack
         return _evaluate(body, [*arrays[:split], *layers], scope.inner(in_loop=True, recomputed=False))
 
-    return jaxprs.rebuild_scan(step, num_consts, num_carry, [*fixed, *_arrays_of(xs)], options)
+    loop = lambda *arrays: jaxprs.rebuild_scan(step, num_consts, num_carry, arrays, options)
+    if any(dropped):  # what the loop closes over is gathered again for its backward loop
+        return _regathering(loop, [*fixed, *_arrays_of(xs)], scope)
+    return loop(*fixed, *_arrays_of(xs))
 
 
 def _scanned(x: Any, scope: Scope) -> Any:
@@ -277,22 +323,9 @@ def _scanned(x: Any, scope: Scope) -> Any:
     return x
 
 
-# --- layers picked out of a stack: the operation acts on the shard ----------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Picked:
-    """What an operation that picks layers does: `kept[i]` is the dim that result dim i was (None: a new one), and
-    `ops` make the results, from full parameters and from shards alike.
-    """
-
-    kept: Sequence[int | None]
-    ops: Sequence[Callable[[jax.Array], jax.Array]]
-
-
 def _pick_layers(eqn: Any, x: Standin, indices: Sequence[Any], scope: Scope) -> list[Standin] | None:
     """The stand-ins of `eqn` applied to `x`, if that leaves the sharded dim alone and can act on the shard."""
-    use, pick = x.use, _PICKS.get(eqn.primitive.name)
+    use, pick = x.use, PICKS.get(eqn.primitive.name)
     if pick is None or use.dim is None or not x.keeps_layers or scope.has(x):
         return None
     picked = pick(eqn, use.dim, use.placement, indices)
@@ -304,72 +337,17 @@ def _pick_layers(eqn: Any, x: Standin, indices: Sequence[Any], scope: Scope) -> 
     return [x.over(arrays, use=use) for arrays in results]
 
 
-def _squeeze(eqn: Any, dim: int, placement: Placement, indices: Sequence[Any]) -> _Picked | None:
-    dropped, ndim = eqn.params["dimensions"], len(eqn.invars[0].aval.shape)
-    if dim in dropped:
+def _joined(eqn: Any, standins: Sequence[Standin], scope: Scope) -> Standin | None:
+    """The stand-in of parameters that are put together, but not along the sharded dim: a stack of layers."""
+    first = standins[0]
+    alike = {dataclasses.replace(x.use, path="", layer_dims=0) for x in standins}
+    trained = {x.port is None for x in standins}
+    gathered = any(x.pending or scope.has(x) for x in standins)
+    joined = JOINS[eqn.primitive.name](eqn, first.use.dim, first.use.placement)
+    if len(alike) > 1 or len(trained) > 1 or gathered or joined is None:
         return None
-    return _Picked([i for i in range(ndim) if i not in dropped], [lambda a: jax.lax.squeeze(a, dropped)])
-
-
-def _unstack(eqn: Any, dim: int, placement: Placement, indices: Sequence[Any]) -> _Picked | None:
-    """What iterating over an array is since jax 0.12."""
-    axis, shape = eqn.params["axis"], eqn.invars[0].aval.shape
-    if dim == axis:
-        return None
-    pick = lambda i, a: jax.lax.index_in_dim(a, i, axis, keepdims=False)
-    ops = [functools.partial(pick, i) for i in range(shape[axis])]
-    return _Picked([i for i in range(len(shape)) if i != axis], ops)
-
-
-def _slice(eqn: Any, dim: int, placement: Placement, indices: Sequence[Any]) -> _Picked | None:
-    start, limit, strides = (eqn.params[name] for name in ("start_indices", "limit_indices", "strides"))
-    strided = strides is not None and strides[dim] != 1
-    if strided or not _takes_all(eqn, dim) or _cuts_placed(eqn, placement):
-        return None
-    op = lambda a: jax.lax.slice(a, start, _put(limit, dim, a.shape[dim]), strides)
-    return _Picked(range(len(start)), [op])
-
-
-def _dynamic_slice(eqn: Any, dim: int, placement: Placement, indices: Sequence[Any]) -> _Picked | None:
-    sizes = eqn.params["slice_sizes"]
-    # A traced index may come from a device's batch or key: then each device would pick other layers.
-    same_everywhere = not any(isinstance(i, jax.core.Tracer) for i in indices)
-    if not _takes_all(eqn, dim) or _cuts_placed(eqn, placement) or not same_everywhere:
-        return None
-    start = _put(indices, dim, jnp.zeros_like(indices[dim]))
-    op = lambda a: jax.lax.dynamic_slice(a, start, _put(sizes, dim, a.shape[dim]))
-    return _Picked(range(len(sizes)), [op])
-
-
-def _reshape(eqn: Any, dim: int, placement: Placement, indices: Sequence[Any]) -> _Picked | None:
-    shape = eqn.invars[0].aval.shape
-    placed = [i for i, entry in enumerate(placement[:dim]) if entry is not None]
-    first = min([dim, *placed])  # this dim and all later ones are sharded, or stand between such
-    leading = reshaped_leading(shape, eqn.params["new_sizes"], first)
-    if leading is None:
-        return None
-    kept = [*[None] * len(leading), *range(first, len(shape))]
-    return _Picked(kept, [lambda a: a.reshape(*leading, *a.shape[first:])])
-
-
-_PICKS: dict[str, Callable[[Any, int, Placement, Sequence[Any]], _Picked | None]] = {
-    "squeeze": _squeeze,
-    "unstack": _unstack,
-    "slice": _slice,
-    "dynamic_slice": _dynamic_slice,
-    "reshape": _reshape,
-}
-
-
-def _takes_all(eqn: Any, dim: int) -> bool:
-    """Whether a slice takes a dim in full."""
-    return eqn.invars[0].aval.shape[dim] == eqn.outvars[0].aval.shape[dim]
-
-
-def _cuts_placed(eqn: Any, placement: Placement) -> bool:
-    """Whether a slice shortens a dim that another mesh axis holds, which would not divide any more."""
-    return any(entry is not None and not _takes_all(eqn, i) for i, entry in enumerate(placement))
-
-
-def _put(values: Sequence[Any], i: int, value: Any) -> tuple[Any, ...]:
-    return (*values[:i], value, *values[i + 1 :])
+    dim, placement, join = joined
+    ports = [x.port for x in standins if x.port is not None]
+    path = " + ".join(x.use.path for x in standins[:3]) + (" + ..." if len(standins) > 3 else "")
+    use = dataclasses.replace(first.use, path=path, dim=dim, placement=placement)
+    return first.over((join([x.source for x in standins]), join(ports) if ports else None), use=use)

@@ -1,0 +1,155 @@
+"""Losses that look at the types of their arrays, or at the mesh in context: as on one device, at every stage."""
+
+import equinox as eqx
+import equinox.internal
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from helpers import FP32
+
+import zero2jax
+
+X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+STAGES = [0, 1, 2, 3]
+RTOL = 1e-6  # sums of at most 64 fp32 terms in another order
+
+
+def batch_norm_with_state(mode):
+    """Equinox keeps batch statistics in a state whose new values must have the types of the old ones."""
+    module, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, axis_name="b", mode=mode)
+    arrays, static = eqx.partition(module, eqx.is_inexact_array)
+
+    def loss(p, x):
+        apply = jax.vmap(
+            eqx.combine(p["module"], static), axis_name="b", in_axes=(0, None), out_axes=(0, None)
+        )
+        y, state = apply(x, p["state"])
+        return jnp.mean((y - 1) ** 2), {"frozen": {"state": state}}
+
+    return loss, {"module": arrays, "state": state}
+
+
+def checkpointed_loop():
+    """What Diffrax's solvers are made of: the loop's backward pass calls a function that was converted in the forward
+    pass, and checks the types that it is called with.
+    """
+
+    def loss(p, x):
+        body = lambda y: jnp.tanh(y @ p["w"])
+        y = eqx.internal.while_loop(lambda y: True, body, x, max_steps=3, kind="checkpointed", checkpoints=3)
+        return jnp.mean(y**2)
+
+    return loss, {"w": jnp.eye(4)}
+
+
+def boxed(*names):
+    """Flax lays a sharding constraint on a boxed parameter wherever there is a mesh in context."""
+    model = nn.Dense(8, kernel_init=nn.with_partitioning(nn.initializers.ones, names))
+    return lambda p, x: jnp.mean(model.apply({"params": p}, x) ** 2), model.init(jax.random.key(0), X)[
+        "params"
+    ]
+
+
+CASES = {
+    "equinox state, batch": lambda: batch_norm_with_state("batch"),
+    "equinox state, ema": lambda: batch_norm_with_state("ema"),
+    "differentiated loop": checkpointed_loop,
+    "boxed by the data axis": lambda: boxed(None, "data"),
+    "boxed by an axis that is not there": lambda: boxed("model", "data"),
+}
+ON_TWO_AXES = list(CASES)[:3]
+
+
+def of_slices(loss, params, num_slices):
+    """Mean of the loss over slices of the batch, on one device."""
+    found = [loss(params, jnp.asarray(part)) for part in np.split(X, num_slices)]
+    return np.mean([out[0] if isinstance(out, tuple) else out for out in found])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [(name, {"data": 8}) for name in CASES] + [(name, {"data": 4, "model": 2}) for name in ON_TWO_AXES],
+)
+def test_step_and_evaluate_give_the_loss_of_one_device(name, axes, stage):
+    loss, params = CASES[name]()
+    mesh = zero2jax.make_mesh(**axes)
+    engine = zero2jax.Engine(
+        loss,
+        optax.sgd(0.1),
+        mesh,
+        stage=stage,
+        precision=FP32,
+        trainable=lambda path, _: "state" not in path,
+    )
+    expected = of_slices(loss, params, axes["data"])
+    state = engine.init(params)
+    evaluated = engine.evaluate(state, X)
+    np.testing.assert_allclose(
+        evaluated[0] if isinstance(evaluated, tuple) else evaluated, expected, rtol=RTOL
+    )
+    _, metrics = engine.step(state, X)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=RTOL)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_other_axes_stay_in_context_and_collectives_over_data_work(stage):
+    seen = []
+
+    def loss(p, x):
+        mesh = jax.sharding.get_abstract_mesh()
+        seen.append(dict(mesh.shape))
+        h = x @ p["w"]
+        if "model" in mesh.axis_names:
+            h = jax.lax.with_sharding_constraint(h, jax.NamedSharding(mesh, jax.P(None, "model")))
+        rows = jax.lax.all_gather(h, "data")
+        return jnp.mean(h**2) + jnp.mean(rows) ** 2
+
+    params = {"w": jnp.full((4, 8), 0.1)}
+    h = X @ np.asarray(params["w"])
+    for axes in ({"data": 4}, {"data": 4, "model": 2}):
+        seen.clear()
+        engine = zero2jax.Engine(
+            loss, optax.sgd(0.1), zero2jax.make_mesh(**axes), stage=stage, precision=FP32
+        )
+        _, metrics = engine.step(engine.init(params), X)
+        np.testing.assert_allclose(metrics["loss"], np.mean(h**2) + np.mean(h) ** 2, rtol=RTOL)
+        assert ["model" in shape for shape in seen] == ["model" in axes] * len(seen)
+
+
+def test_a_box_that_names_the_data_axis_beside_another_axis_is_refused_with_the_way_out():
+    loss, params = boxed("model", "data")
+    engine = zero2jax.Engine(loss, optax.sgd(0.1), zero2jax.make_mesh(data=4, model=2), precision=FP32)
+    with pytest.raises(ValueError, match="can only refer to Auto axes") as error:
+        engine.step(engine.init(params), X)
+    assert "flax.linen.meta.unbox(params)" in "".join(error.value.__notes__)
+    unboxed = nn.meta.unbox(params)
+    _, metrics = engine.step(engine.init(unboxed), X)
+    np.testing.assert_allclose(metrics["loss"], of_slices(loss, unboxed, 4), rtol=RTOL)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_products_that_are_wider_than_the_compute_dtype_are_said_with_the_line(stage):
+    """2 * 1024**3 operations in the wide product, half of that in the narrow one; nothing is compiled."""
+    dtype = jnp.float32
+
+    def loss(p, x):
+        narrow = x[:512].astype(jnp.bfloat16) @ p["w"]
+        return jnp.mean(x.astype(dtype) @ p["w"]) + jnp.mean(narrow).astype(jnp.float32)
+
+    def lower(precision, rows=2048):
+        engine = zero2jax.Engine(
+            loss, optax.sgd(0.1), zero2jax.make_mesh(data=2), stage=stage, precision=precision
+        )
+        engine.abstract_state({"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)})
+        engine.lower(jax.ShapeDtypeStruct((rows, 1024), jnp.float32))
+
+    with pytest.warns(UserWarning, match=r"67 % .* in float32, .* is bfloat16.*at .*test_tracing.py:\d+"):
+        lower(zero2jax.Precision())
+    lower(FP32)
+    lower(zero2jax.Precision(), rows=512)  # too few to matter
+    dtype = jnp.bfloat16
+    lower(zero2jax.Precision())
