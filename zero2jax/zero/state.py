@@ -22,6 +22,7 @@ from zero2jax.base.pytrees import (
     PyTree,
     check_alive,
     check_same_structure,
+    path_names,
     path_string,
     select_leaves,
 )
@@ -309,3 +310,38 @@ def pad(tree: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
 
 def _constrain(x: jax.Array, leaf: LeafPlan, plan: ShardPlan, mesh: Mesh) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, plan.sharding(leaf, mesh))
+
+
+def store_frozen(params: PyTree, frozen: PyTree, layout: Layout) -> PyTree:
+    """`params` with the new values of frozen leaves that the loss function returned. Global arrays of true shape.
+
+    Raises:
+      ValueError: a value belongs to no frozen leaf, or has another shape.
+    """
+    new = {path_names(path): x for path, x in jax.tree_util.tree_leaves_with_path(frozen)}
+    known = {
+        leaf.names: leaf for leaf, t in zip(layout.params.leaves, layout.trainable, strict=True) if not t
+    }
+    for names, x in new.items():
+        leaf = known.get(names)
+        if not known:
+            raise ValueError(
+                f"storing aux['frozen']: the loss function returns a new value for leaf {'/'.join(names)!r}, and "
+                f"no parameter is frozen. Say which are not trained, when the engine is built: "
+                f"trainable=lambda path, leaf: not path.startswith({names[0] if names else ''!r})."
+            )
+        if leaf is None or leaf.shape != x.shape or _is_key(leaf) != _is_key(x):
+            paths = sorted(leaf.path for leaf in known.values())
+            kept = leaf and (f"{leaf.dtype} of " if _is_key(leaf) or _is_key(x) else "")
+            rule = f"one of the frozen leaves {paths[:8]}" if leaf is None else f"{kept}shape {leaf.shape}"
+            raise ValueError(
+                f"storing aux['frozen']: leaf {'/'.join(names)!r} of shape {x.shape} does not fit, expected "
+                f"{rule}. Return new values under the paths that the frozen leaves have in the parameters."
+            )
+    stored = lambda leaf, x: x if _is_key(leaf) else x.astype(leaf.dtype)
+    pick = lambda leaf, x: stored(leaf, new[leaf.names]) if leaf.names in new else x
+    return layout.params.map(pick, params)
+
+
+def _is_key(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.extended))

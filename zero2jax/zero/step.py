@@ -21,10 +21,10 @@ from jax.sharding import PartitionSpec as P
 
 from zero2jax.base.losses import Loss, LossTerms, SliceKey, WeightedSum
 from zero2jax.base.mesh import axis_size
-from zero2jax.base.pytrees import PyTree, path_names
+from zero2jax.base.pytrees import PyTree
 from zero2jax.base.transformation import learning_rate, update
 from zero2jax.zero.gradients import Gradient, GradientSettings, full_params, local_gradients, local_loss
-from zero2jax.zero.state import Layout, TrainState, merge, pad, unpad
+from zero2jax.zero.state import Layout, TrainState, merge, pad, store_frozen, unpad
 
 Metrics = dict[str, Any]
 
@@ -81,7 +81,7 @@ class StepProgram:
         }
         updates, opt_state = update(self.tx, grads, old_opt_state, trained, given=extra_args, offered=offered)
         new_params = merge(optax.apply_updates(trained, updates), params, layout.trainable)
-        new_params = self._with_frozen(new_params, totals.frozen)
+        new_params = store_frozen(new_params, totals.frozen, layout)
         applied = jnp.bool_(True)
         if settings.skip_nonfinite:
             applied = jnp.isfinite(grad_norm)
@@ -175,33 +175,3 @@ class StepProgram:
         grads = unpad(sub_plan.treedef.unflatten(grads), sub_plan, self.mesh)
         scale = totals.inverse_weight
         return jax.tree.map(lambda g, p: g.astype(p.dtype) * scale.astype(p.dtype), grads, like)
-
-    def _with_frozen(self, params: PyTree, frozen: PyTree) -> PyTree:
-        """Store the new values of frozen leaves that the loss function returned."""
-        new = {path_names(path): x for path, x in jax.tree_util.tree_leaves_with_path(frozen)}
-        known = {leaf.names: leaf for leaf, t in self._leaves() if not t}
-        for names, x in new.items():
-            leaf = known.get(names)
-            if not known:
-                raise ValueError(
-                    f"storing aux['frozen']: the loss function returns a new value for leaf {'/'.join(names)!r}, and "
-                    f"no parameter is frozen. Say which are not trained, when the engine is built: "
-                    f"trainable=lambda path, leaf: not path.startswith({names[0] if names else ''!r})."
-                )
-            if leaf is None or leaf.shape != x.shape or _is_key(leaf) != _is_key(x):
-                paths = sorted(leaf.path for leaf in known.values())
-                kept = leaf and (f"{leaf.dtype} of " if _is_key(leaf) or _is_key(x) else "")
-                rule = (
-                    f"one of the frozen leaves {paths[:8]}" if leaf is None else f"{kept}shape {leaf.shape}"
-                )
-                raise ValueError(
-                    f"storing aux['frozen']: leaf {'/'.join(names)!r} of shape {x.shape} does not fit, expected "
-                    f"{rule}. Return new values under the paths that the frozen leaves have in the parameters."
-                )
-        stored = lambda leaf, x: x if _is_key(leaf) else x.astype(leaf.dtype)
-        pick = lambda leaf, x: stored(leaf, new[leaf.names]) if leaf.names in new else x
-        return self.layout.params.map(pick, params)
-
-
-def _is_key(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jax.dtypes.extended))
