@@ -90,4 +90,6 @@ def test_every_room_has_a_rule_and_says_what_it_is_for():
     for room in rooms:
         module = ast.parse((PACKAGE / room / "__init__.py").read_text())
         assert len(module.body) == 1, f"{room}/__init__.py is a docstring and nothing else"
-        assert ast.get_docstring(module)
+        said = ast.get_docstring(module) or ""
+        unsaid = [path.stem for path in (PACKAGE / room).glob("[a-z]*.py") if path.stem not in said]
+        assert not unsaid, f"{room}/__init__.py does not name {unsaid}"

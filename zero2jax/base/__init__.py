@@ -9,6 +9,8 @@ The files, in reading order:
   transformation  what is asked of an optax transformation
   jaxprs          everything that knows the insides of a jaxpr
   tables          aligned text, readable bytes
+  names           near names, for messages
+  versions        installed versions
 
 Imports no other room.
 """

@@ -7,6 +7,7 @@ In reading order:
     info      versions and devices
     plan      a program of the user's, planned, searched or tabulated
     launch    a script as several processes
+    other_launchers  what options of torchrun, DeepSpeed and others are called here
     usage     the error of wrong use
 
 Imports every room; no room imports it. `zero2jax/__main__.py` looks whether its packages are there.

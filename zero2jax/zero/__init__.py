@@ -36,6 +36,9 @@ The files, in reading order. The first five are the idea:
   3 point_of_use  the loss evaluated with stand-ins: each parameter is gathered where it is used
   4 gradients     the four stages, and microbatches
   5 step          one training step; plain optax on global arrays
+    layer_picks   layers taken out of a stack, or put into one: done to shards
+    regather      operations with a body of their own, and loops' constants, at stage 3
+    tracing       the loss as a jaxpr, without the mesh
     state         what is at rest, and how it gets there without a full copy
     compiled      the step, evaluations and full parameters of one layout, jitted; donation
     layer_dims    which leading dims are layers: read from the loss, or guessed
