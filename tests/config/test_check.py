@@ -273,7 +273,7 @@ def test_check_of_odd_input():
         check_config(read_config({"train_batch_size": 8}), 0)
     report = check_config(read_config({1: 2}))
     assert report.notes == ("1: unknown key. It is ignored.",)
-    with pytest.raises(ConfigError, match="8 devices cannot be divided into groups of 3"):
+    with pytest.raises(ConfigError, match="8 devices, which cannot be divided into groups of 3"):
         check_config(read_config({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}), 8)
     aliases = read_config({"bfloat16": {"enabled": True, "immediate_grad_update": True}})
     assert rows(check_config(aliases))["bf16.immediate_grad_update"] == (True, "no effect")

@@ -251,8 +251,8 @@ def device_problems(config: Config, num_devices: int) -> list[str]:
     path, size = found
     divisors = ", ".join(str(n) for n in range(1, num_devices + 1) if num_devices % n == 0)
     return [
-        f"{path} = {size}: {num_devices} devices cannot be divided into groups of {size}. Choose a divisor of their "
-        f"number ({divisors}), or give it another number of devices."
+        f"{path} = {size}: there are {num_devices} devices, which cannot be divided into groups of {size}. Choose a "
+        f"divisor of their number ({divisors}), or give it another number of devices."
     ]
 
 
