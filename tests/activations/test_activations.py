@@ -111,7 +111,7 @@ def test_partitioned_over_the_model_axis(stage):
     )  # products over the model axis are summed in another order
     state = engine.layout.abstract_state(engine.mesh)
     program = engine._program(engine.layout)
-    jaxpr = jax.make_jaxpr(program.gradients)(state, jax.ShapeDtypeStruct(BATCH.shape, BATCH.dtype))
+    jaxpr = jax.make_jaxpr(program.gradients)(state, jax.ShapeDtypeStruct(BATCH.shape, BATCH.dtype), {})
     # 4 examples of width 6 on each data shard: flat, of which each device of the model axis keeps half
     assert (LAYERS, 4 * WIDTH) in count_primitives(jaxpr).shapes["scan"]
     assert (LAYERS, 4, WIDTH) not in count_primitives(jaxpr).shapes["scan"]
