@@ -320,4 +320,4 @@ def test_stacks_cut_into_segments_stay_in_shards_beside_a_model_axis(settings):
 
 
 def traced_inputs(engine):
-    return engine.layout.abstract_state(engine.mesh), jax.ShapeDtypeStruct(BATCH.shape, BATCH.dtype)
+    return engine.layout.abstract_state(engine.mesh), jax.ShapeDtypeStruct(BATCH.shape, BATCH.dtype), {}
