@@ -105,7 +105,8 @@ def _case(name):
     return Model(
         lambda params, batch: loss(params, batch["x"]),
         lambda: params,
-        is_mean=name not in ("scan_outputs", "index_from_the_batch", "cond", "mask_and_indices"),
+        is_mean=name
+        not in ("scan_outputs", "index_from_the_batch", "cond", "checkpoint_in_cond", "mask_and_indices"),
         layers=_LAYERS_OF_CASES.get(name, 0),
         rounding=2**-11 if name in ("cast_before_scan", "deferred_into_checkpoint") else 2**-24,
     )
