@@ -11,6 +11,9 @@ jax.config.update("jax_num_cpu_devices", 8)  # before the backend starts
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+collect_ignore = ["programs_run"]  # programs that tests start as processes of their own
+
+
 @pytest.fixture
 def strict_promotion():
     """No implicit dtype promotion. Not for all tests: optax and Flax promote integer counters themselves."""
