@@ -91,6 +91,13 @@ class LossScale:
     def _refuse(self, name: str, value: Any, rule: str) -> None:
         raise ValueError(f"reading the loss scale: {name} is {value!r}; it must be {rule}.")
 
+    @property
+    def words(self) -> str:
+        """`dynamic from 65536, doubled after 1000 steps`, or `static 128`."""
+        if not self.dynamic:
+            return f"static {self.initial:g}"
+        return f"dynamic from {self.initial:.6g}, doubled after {self.window} steps without overflow"
+
     def first(self) -> LossScaleState:
         """The state before the first step."""
         zero = jnp.int32(0)
