@@ -31,6 +31,7 @@ from zero2jax.base.pytrees import LeafPredicate, PyTree, check_alive, is_functio
 from zero2jax.base.transformation import checked_transformation
 from zero2jax.processes.agreement import expect_same_start, expect_same_step, spans_processes
 from zero2jax.processes.progress import STEP_EVENT
+from zero2jax.processes.start import expect_joined
 from zero2jax.programs.memory import MemoryReport, measure_memory
 from zero2jax.zero.compiled import Compiled, CompilerOptions
 from zero2jax.zero.gradient_settings import GradientSettings
@@ -42,7 +43,7 @@ from zero2jax.zero.state import (
     Layout,
     TrainState,
     check_init_arguments,
-    check_state,
+    made_shapes,
     make_layout,
     make_opt_state,
     make_params,
@@ -123,11 +124,9 @@ class Engine:
         activations: ActivationSettings | None = None,
         compiler_options: CompilerOptions = None,
     ):
-        if mesh is None:
-            sizes: dict[str, Any] = {axis_name: -1}
-            mesh = make_mesh(**sizes)
+        expect_joined()
         self.loss_fn = loss_fn
-        self.mesh = mesh
+        self.mesh = mesh = make_mesh(**dict[str, Any]({axis_name: -1})) if mesh is None else mesh
         self.settings = StepSettings(
             stage=stage,
             num_microbatches=num_microbatches,
@@ -248,10 +247,10 @@ class Engine:
           TypeError: the function takes other arguments.
         """
         with self._running():
+            check_init_arguments(params, args)
             if is_function(params):
-                check_init_arguments(params, args)
                 make = functools.partial(params, *args)
-                abstract = self.abstract_state(jax.eval_shape(make), batch=batch, loss_args=loss_args)
+                abstract = self.abstract_state(made_shapes(params, args), batch=batch, loss_args=loss_args)
                 expect_same_start(self._start(), self.mesh, args)
                 placed = make_params(make, self.layout.params, self.mesh)
             else:
@@ -347,7 +346,7 @@ class Engine:
 
     def memory(self, state: TrainState, batch: PyTree, *, loss_args: LossArgs = None) -> MemoryReport:
         """Measured bytes per device by class beside the formula; compiles the step for `batch` (arrays or shapes)."""
-        check_state(state, self.layout)
+        state = place_state(state, self.layout, self.mesh)
         program = self._program(self.layout)
         with self._running():
             gradients = jax.jit(program.gradients).lower(*self._abstract(batch, loss_args)).compile()
