@@ -101,8 +101,8 @@ class _Sharded:
             put = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed
             if put and x.sharding.device_set != devices:
                 raise ValueError(
-                    f"initialising a sharded optimizer: {path_string(path)!r} lies on "
-                    f"{len(x.sharding.device_set)} device(s), and the mesh has {len(devices)}. Put the parameters on the "
+                    f"initialising a sharded optimizer: {path_string(path)!r} lies on {len(x.sharding.device_set)} "
+                    f"device(s), and the mesh has {len(devices)}. Put the parameters on the "
                     f"mesh first: jax.device_put(params, jax.NamedSharding(mesh, jax.P()))."
                 )
 
