@@ -432,7 +432,7 @@ class Engine:
             self._tx,
             self.mesh,
             axes=self.axes,
-            whole="stage 0 replicates the state" if self.stage == 0 else "",
+            why_replicated="stage 0 replicates the state" if self.stage == 0 else "",
             layer_dims=layer_dims,
             trainable=self._trainable,
             param_specs=self._param_specs,

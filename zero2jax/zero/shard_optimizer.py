@@ -134,7 +134,7 @@ class _Sharded:
             check_mesh(self.mesh, self.axis_name),
             layer_dims=guess_layer_dims(shapes) if self.layer_dims is None else self.layer_dims,
             param_specs=self.param_specs,
-            whole="stage 0 keeps the state whole" if self.stage == 0 else "",
+            why_replicated="stage 0 replicates the state" if self.stage == 0 else "",
             axis_name=self.axis_name,
         )
         check_model_axes(plan, self.mesh)

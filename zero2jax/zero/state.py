@@ -100,7 +100,7 @@ def make_layout(
     mesh: Mesh,
     *,
     axes: DataAxes,
-    whole: str,
+    why_replicated: str,
     layer_dims: PyTree,
     trainable: PyTree | LeafPredicate | None,
     param_specs: PyTree | None,
@@ -113,7 +113,7 @@ def make_layout(
       tx: optimizer; its state is planned from `tx.init`'s output shapes.
       mesh: device mesh.
       axes: the data axes of the mesh.
-      whole: reason why every leaf is replicated, or empty.
+      why_replicated: reason why every leaf is replicated, or empty.
       layer_dims: leading layer dims per leaf.
       trainable: tree of booleans or predicate; None means every leaf.
       param_specs: PartitionSpecs of the other axes.
@@ -149,7 +149,7 @@ def make_layout(
         axis_size(mesh, axes.rest),
         layer_dims=layer_dims,
         param_specs=param_specs,
-        whole=whole,
+        why_replicated=why_replicated,
         axis_name=axes.rest,
     )
     check_model_axes(plan, mesh, axes.names)
