@@ -264,6 +264,22 @@ def test_other_arrays_that_were_donated_are_named():
         engine.init({"w": gone, "b": PARAMS["b"]})
 
 
+def test_an_array_of_the_state_that_is_handed_over_once_more_is_refused():
+    """On two devices the process ended by a signal."""
+    engine = engine_of(n=2, stage=0, tx=optax.trace(0.9))
+    state = engine.init(PARAMS)
+    w, b = state.params["w"], state.params["b"]
+    with pytest.raises(
+        ValueError, match=r"loss_args: leaf 'a/w' is the array 'params/w' of the state.*donates"
+    ):
+        engine.step(state, X, loss_args={"a": {"w": w}})
+    with pytest.raises(ValueError, match=r"reading the batch: leaf 'x' is the array 'params/b'"):
+        engine.step(state, {"x": b})
+    twice = state._replace(opt_state=state.opt_state._replace(trace=state.params))
+    with pytest.raises(ValueError, match=r"the state: leaf 'opt_state/trace/b' is the array 'params/b'"):
+        engine.step(twice, X)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("rate", [1e-3, 1, np.float32(1e-3)])
 def test_a_number_may_be_put_into_the_state(stage, rate):

@@ -27,7 +27,15 @@ from zero2jax.base.batches import (
 )
 from zero2jax.base.losses import Loss, LossFn
 from zero2jax.base.mesh import DATA_AXIS, DataAxes, axis_size, data_axes, make_mesh
-from zero2jax.base.pytrees import LeafPredicate, PyTree, check_alive, is_function, is_traced, shapes_of
+from zero2jax.base.pytrees import (
+    LeafPredicate,
+    PyTree,
+    check_alive,
+    check_apart,
+    is_function,
+    is_traced,
+    shapes_of,
+)
 from zero2jax.base.transformation import checked_transformation
 from zero2jax.processes.agreement import expect_same_start, expect_same_step, spans_processes
 from zero2jax.processes.progress import STEP_EVENT
@@ -290,6 +298,7 @@ class Engine:
         jax.monitoring.record_event(STEP_EVENT, num_devices=self.mesh.devices.size)
         state = place_state(state, self.layout, self.mesh)
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
+        check_apart(state, {"the batch": batch, "loss_args": loss_args, "the extra arguments": extra_args})
         args = (state, *self._placed(batch, loss_args), extra_args)
         wanted = self.activations is not None and self.activations.profile
         profile = self._profiled(batch, loss_args) if wanted else None  # before the state is donated
