@@ -191,16 +191,25 @@ def test_one_that_is_killed_counts_as_a_shell_counts_it(capfd):
     assert "process 0 failed first (SIGKILL)" in capfd.readouterr().err
 
 
-def test_one_that_jax_ended_is_not_the_cause():
-    """Both are dead before the launcher looks; the one that was aborted had waited for the other."""
-    commands = [
-        Command("0", ("sh", "-c", "kill -ABRT $$"), dict(os.environ)),
-        Command("1", ("sh", "-c", "exit 3"), dict(os.environ)),
-    ]
-    outcome = run_together(commands, write=lambda line: time.sleep(0.2))
-    assert outcome.code in (3, 128 + signal.SIGABRT)
-    if len(outcome.failed) == 2:
-        assert outcome.failed == ("1", "0")
+@pytest.mark.parametrize(
+    ("consequence", "cause", "code"), [("kill -ABRT $$", "exit 3", 3), ("exit 1", "kill -KILL $$", 137)]
+)
+def test_of_two_that_ended_together_the_one_that_had_waited_is_not_the_cause(
+    tmp_path, consequence, cause, code
+):
+    """Both are dead before the launcher looks: it is writing a line of a third one meanwhile."""
+    wait = f"while [ ! -e {tmp_path}/go ]; do sleep 0.02; done; touch {tmp_path}/dead"
+    texts = [f"{wait}0; {consequence}", f"{wait}1; {cause}", "echo ready; exec sleep 60"]
+    commands = [Command(str(i), ("sh", "-c", text), dict(os.environ)) for i, text in enumerate(texts)]
+
+    def write(line):
+        (tmp_path / "go").touch()
+        while len(list(tmp_path.glob("dead*"))) < 2:
+            time.sleep(0.02)
+        time.sleep(0.3)
+
+    outcome = run_together(commands, write=write)
+    assert (outcome.code, outcome.failed) == (code, ("1", "0"))
 
 
 # Process 1 is killed; process 0 speaks of it as gloo and JAX do, and goes on.

@@ -229,8 +229,14 @@ class _Running:
 
 
 def _cause_first(running: _Running) -> int:
-    """The order of blame among those that ended together; one that JAX aborted after another died comes last."""
-    return {PREEMPTED_EXIT_CODE: 1, -signal.SIGABRT: 2}.get(running.process.returncode, 0)
+    """The order of blame among those that ended together.
+
+    A signal from outside first: those that wait for a process which is gone end by an error of their own a moment
+    later, or JAX aborts them, which comes last.
+    """
+    code = running.process.returncode
+    last = {PREEMPTED_EXIT_CODE: 2, -signal.SIGABRT: 3}
+    return last.get(code, 0 if code < 0 else 1)
 
 
 def _is_readable(file: IO[bytes]) -> bool:
@@ -324,6 +330,8 @@ class _Group:
 
     def sort_out_ended(self) -> None:
         ended = [running for running in self.running if running.process.poll() is not None]
+        if ended:  # a look at all takes a while: who ended in it may be the cause
+            ended = [running for running in self.running if running.process.poll() is not None]
         for running in sorted(ended, key=_cause_first):
             self.running.remove(running)
             self.finish(running)
