@@ -388,7 +388,7 @@ def test_float64_stays_float64(stage, n, num_microbatches, weighted):
             return errors.mean()
         return (errors * batch["weight"]).sum() / batch["weight"].sum(), {"weight": batch["weight"].sum()}
 
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         precision = zero2jax.Precision("float64")
         engine = engine_of(
             loss, n, stage, tx=optax.sgd(1.0), precision=precision, num_microbatches=num_microbatches
@@ -399,6 +399,13 @@ def test_float64_stays_float64(stage, n, num_microbatches, weighted):
         np.testing.assert_allclose(found, 2 * x.T @ (share * (x @ w)), rtol=1e-14)
         assert metrics["loss"].dtype == metrics["weight"].dtype == metrics["grad_norm"].dtype == np.float64
         np.testing.assert_allclose(metrics["loss"], share @ (x @ w) ** 2, rtol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bit_parameters_have_fp32_masters_where_jax_promotes_nothing(dtype):
+    with jax.numpy_dtype_promotion("strict"):
+        state = engine_of(n=2).abstract_state({"w": jax.ShapeDtypeStruct((5, 2), dtype)})
+    assert state.params["w"].dtype == np.float32
 
 
 # --- several processes -------------------------------------------------------------------------------------------
