@@ -1,6 +1,6 @@
 """Names, shapes and choices of the leaves of a pytree, and the first place where two pytrees differ."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -64,25 +64,6 @@ def check_alive(tree: PyTree, reading: str, way_out: str) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
             raise ValueError(f"reading {reading}: leaf {path_string(path)!r} is gone. {way_out}")
-
-
-def check_apart(donated: PyTree, others: Mapping[str, PyTree]) -> None:
-    """Raise a ValueError if an array of a tree that a program donates is handed to it a second time.
-
-    Its devices would find that out one by one, and those that run already wait for the others, or end the process.
-    """
-    seen: dict[int, str] = {}
-    for name, tree in {"the state": donated, **others}.items():
-        for path, x in jax.tree_util.tree_leaves_with_path(tree):
-            if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
-                continue
-            if id(x) in seen:
-                raise ValueError(
-                    f"reading {name}: leaf {path_string(path)!r} is the array {seen[id(x)]!r} of the state, which "
-                    f"engine.step donates. Hand over engine.params(state), or a copy, jnp.copy(x)."
-                )
-            if tree is donated:
-                seen[id(x)] = path_string(path)
 
 
 def is_traced(tree: PyTree) -> bool:
