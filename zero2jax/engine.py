@@ -400,8 +400,8 @@ class Engine:
         return self.layout.abstract_state(self.mesh), *placed
 
     def _settled(self, result: Any) -> Any:
-        """`result`, waited for on simulated devices, where programs that run at the same time may each hold threads that
-        the other's collectives wait for."""
+        """`result`, waited for on simulated devices, where programs that run at the same time may each hold threads
+        that the other's collectives wait for."""
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         return jax.block_until_ready(result) if on_cpu and not is_traced(result) else result
 
