@@ -191,16 +191,26 @@ def test_one_that_is_killed_counts_as_a_shell_counts_it(capfd):
     assert "process 0 failed first (SIGKILL)" in capfd.readouterr().err
 
 
-def test_one_that_jax_ended_is_not_the_cause():
-    """Both are dead before the launcher looks; the one that was aborted had waited for the other."""
+GLOO = "ValueError: UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by peer [127.0.0.1]:1"
+
+
+@pytest.mark.parametrize("end", [f"echo '{GLOO}'; exit 1", "kill -ABRT $$"])
+@pytest.mark.parametrize("later_s", [0, 0.5])
+def test_one_that_waited_for_another_is_not_the_cause(end, later_s):
+    """The first to end says that its peer had gone, or is aborted by JAX; the cause ends after it."""
     commands = [
-        Command("0", ("sh", "-c", "kill -ABRT $$"), dict(os.environ)),
-        Command("1", ("sh", "-c", "exit 3"), dict(os.environ)),
+        Command("0", ("sh", "-c", end), dict(os.environ)),
+        Command("1", ("sh", "-c", f"trap '' TERM; sleep {later_s}; echo mine; exit 3"), dict(os.environ)),
     ]
-    outcome = run_together(commands, write=lambda line: time.sleep(0.2))
-    assert outcome.code in (3, 128 + signal.SIGABRT)
-    if len(outcome.failed) == 2:
-        assert outcome.failed == ("1", "0")
+    outcome = run_together(commands, write=lambda line: None)
+    assert (outcome.code, outcome.failed, outcome.last_lines) == (3, ("1",), ("mine",))
+
+
+def test_one_that_was_left_alone_by_nobody_that_failed_is_the_cause():
+    outcome = run_together(
+        [Command("0", ("sh", "-c", f"echo '{GLOO}'; exit 1"), dict(os.environ))], write=lambda line: None
+    )
+    assert outcome.failed == ("0",)
 
 
 # Process 1 is killed; process 0 speaks of it as gloo and JAX do, and goes on.
