@@ -3,6 +3,7 @@
 import pytest
 
 from zero2jax.processes.cluster_env import find_place, first_slurm_host
+from zero2jax.processes.launcher_variables import num_restarts
 
 SLURM = {
     "SLURM_JOB_ID": "4100",
@@ -214,3 +215,13 @@ def test_a_kubernetes_job_is_asked_through_jax(monkeypatch):
 )
 def test_first_host_of_a_slurm_list(nodes, host):
     assert first_slurm_host(nodes) == host
+
+
+def test_the_number_of_restarts_is_read_as_a_number():
+    assert [num_restarts(env) for env in ({}, {"ZERO2JAX_RESTARTS": ""}, {"ZERO2JAX_RESTARTS": "3"})] == [
+        0,
+        0,
+        3,
+    ]
+    with pytest.raises(ValueError, match="reading ZERO2JAX_RESTARTS='x': it must be a whole number"):
+        num_restarts({"ZERO2JAX_RESTARTS": "x"})

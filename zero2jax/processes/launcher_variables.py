@@ -67,6 +67,15 @@ def read_number(env: Mapping[str, str], name: str) -> int:
     return int(env[name])
 
 
+def num_restarts(env: Mapping[str, str]) -> int:
+    """How often the processes were started anew; 0 where nothing tells, or Kubernetes has not said it yet.
+
+    Raises:
+      ValueError: the variable holds no number.
+    """
+    return read_number(env, RESTARTS) if env.get(RESTARTS) else 0
+
+
 VARIABLES = Family(
     source="WORLD_SIZE and RANK",
     counts=("WORLD_SIZE",),
