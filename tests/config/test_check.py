@@ -253,6 +253,9 @@ def test_the_tables_of_a_trainers_template_are_seen_before_it_is_filled(tmp_path
     code, _, err = checked(tmp_path, capsys, template, "--set", "bf16")
     assert code == 2
     assert "--set bf16: write KEY=VALUE" in err
+    code, _, err = checked(tmp_path, capsys, template, *["--set", "optimizer.params.lr=1"] * 2)
+    assert code == 2
+    assert "--set optimizer.params.lr=1: optimizer.params.lr is given twice. Give one value." in err
 
 
 def test_a_batch_that_does_not_fit_is_shown_as_written():
