@@ -1,19 +1,10 @@
 """Rules that join several keys, and what the engine does not have yet."""
 
 import pytest
+from config_errors import errors_of, zero
 
 from zero2jax.config.reading import ConfigError, read_config
 from zero2jax.config.rules import device_notes, not_yet
-
-
-def errors_of(source):
-    with pytest.raises(ConfigError) as caught:
-        read_config(source)
-    return caught.value.errors
-
-
-def zero(**keys):
-    return {"train_batch_size": 8, "zero_optimization": keys}
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

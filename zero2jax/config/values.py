@@ -110,11 +110,11 @@ class Report:
 
 def joined(path: str, key: Any) -> str:
     """The key path of `key` inside the block at `path`, printable."""
-    name = (
-        str(key)[:_LONGEST_NAME]
-        if str(key)[:_LONGEST_NAME].isprintable()
-        else ascii(str(key)[:_LONGEST_NAME])
-    )
+    name = str(key)[:_LONGEST_NAME]
+    if not name.isprintable():
+        name = ascii(name)
+    elif not name or name != name.strip():
+        name = repr(name)
     name += "..." if len(str(key)) > _LONGEST_NAME else ""
     return f"{path}.{name}" if path else name
 
