@@ -278,6 +278,10 @@ def test_check_of_odd_input():
     assert report.notes == ("1: unknown key. It is ignored.",)
     with pytest.raises(ConfigError, match="8 devices, which cannot be divided into groups of 3"):
         check_config(read_config({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}), 8)
+    with pytest.raises(
+        ConfigError, match=r"Choose a divisor of their number \(1, 2, 4, 5, 8, .*, 4000, 4096\)"
+    ):
+        check_config(read_config({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}), 10**18)
     aliases = read_config({"bfloat16": {"enabled": True, "immediate_grad_update": True}})
     assert rows(check_config(aliases))["bf16.immediate_grad_update"] == (True, "no effect")
 

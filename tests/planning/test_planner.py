@@ -312,6 +312,10 @@ def test_command_prints_the_table_and_draws_the_picture(capsys, tmp_path):
         (["plan_program:program", "--axes", "data=5"], "cutting a batch of 16 examples over 5 devices"),
         (["plan_program:program", "--axes", "data=64"], "it needs 64 devices"),
         (
+            ["plan_program:program", "--axes", "data=99999999999", "--target", "cpu"],
+            "at most 65536 are planned for",
+        ),
+        (
             ["plan_program:program", "--axes", "data=64"],
             "there are 8. Choose the target that is meant: --target h100-80gb for instance",
         ),

@@ -121,6 +121,7 @@ def test_arguments_come_first_and_need_each_other():
     [
         ({**PLAIN, "RANK": "4"}, r"WORLD_SIZE=4 and RANK=4: the index of a process counts from 0"),
         ({**PLAIN, "RANK": "two"}, r"RANK='two': it must be a whole number"),
+        ({**PLAIN, "WORLD_SIZE": "9" * 5000}, r"9': it must be a whole number, of 18 digits at most"),
         ({**SLURM, "WORLD_SIZE": "16", "RANK": "5"}, r"WORLD_SIZE=16 .* SLURM_NTASKS=8 .* contradict each other"),
         ({**SLURM, "MASTER_ADDR": "127.0.0.1"}, r"8 processes on 2 hosts: .*127.0.0.1:29500 is a loopback"),
         ({**PLAIN, **LOCAL, "MASTER_ADDR": "localhost"}, r"4 processes on 2 hosts: .* is a loopback"),

@@ -60,6 +60,12 @@ def test_who_is_missing_is_named_to_all_who_arrived():
     assert "Other hosts cannot reach 127.0.0.1" in found[0]
 
 
+def test_a_count_beyond_any_list_is_said_as_well():
+    (found,) = roll(Entry(0, 1 << 60), timeout_s=0.1)
+    assert "process 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20 and" in found
+    assert f" and {(1 << 60) - 21} more did not arrive" in found
+
+
 def test_process_0_missing_is_said_too():
     (found,) = roll(Entry(1, 2), timeout_s=0.5)
     assert "process 0 did not answer at 127.0.0.1:" in found

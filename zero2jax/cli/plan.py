@@ -31,6 +31,8 @@ from zero2jax.planning.policy_table import POLICIES, tabulate_policies
 from zero2jax.planning.search import MICROBATCHES, PROGRAM, STAGE, config_with, search_plans
 from zero2jax.planning.targets import DEVICES_PER_HOST, MEMORY_FRACTION, get_target, target_mesh
 
+_MOST_DEVICES = 1 << 16  # each is an object here
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetOptions:
@@ -141,6 +143,10 @@ def set_up_jax(target: str, axes: Mapping[str, int]) -> None:
     if jax.config.jax_platforms != "cpu":  # type: ignore[attr-defined]
         jax.config.update("jax_platforms", "cpu")
     num_devices = math.prod(axes.values())
+    if num_devices > _MOST_DEVICES:
+        raise UsageError(
+            f"planning for {num_devices} devices: at most {_MOST_DEVICES} are planned for. Lower --axes."
+        )
     simulated = jax.config.jax_num_cpu_devices or 0  # type: ignore[attr-defined]
     if target == "cpu" and simulated < num_devices:
         jax.config.update("jax_num_cpu_devices", num_devices)

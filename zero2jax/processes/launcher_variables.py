@@ -62,8 +62,10 @@ def read_number(env: Mapping[str, str], name: str) -> int:
     Raises:
       ValueError: it holds something else.
     """
-    if not re.fullmatch(r"\s*\d+\s*", env[name]):
-        raise ValueError(f"reading {name}={env[name]!r}: it must be a whole number. Correct or unset it.")
+    if not re.fullmatch(r"\s*\d{1,18}\s*", env[name]):
+        raise ValueError(
+            f"reading {name}={env[name]!r}: it must be a whole number, of 18 digits at most. Correct or unset it."
+        )
     return int(env[name])
 
 

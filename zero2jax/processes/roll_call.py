@@ -13,6 +13,7 @@ for so many seconds, keeps so many of them, and drops the oldest beyond; a line 
 
 import contextlib
 import hashlib
+import itertools
 import os
 import selectors
 import socket
@@ -278,10 +279,10 @@ class _Caller:
             )
 
     def _missing(self) -> str:
-        missing = [i for i in range(self.me.num_processes) if i not in self.entries]
-        shown = ", ".join(map(str, missing[:20])) + (
-            f" and {len(missing) - 20} more" if len(missing) > 20 else ""
-        )
+        # A count that is a slip of the pen may be beyond any list.
+        missing = (i for i in range(self.me.num_processes) if i not in self.entries)
+        more = self.me.num_processes - len(self.entries) - 20
+        shown = ", ".join(map(str, itertools.islice(missing, 20))) + (f" and {more} more" if more > 0 else "")
         arrived = ", ".join(str(entry) for _, entry in sorted(self.entries.items())[:20])
         host = split_address(self.address)[0]
         hint = f" Other hosts cannot reach {host}." if is_loopback(host) else ""
