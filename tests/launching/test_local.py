@@ -191,6 +191,19 @@ def test_one_that_is_killed_counts_as_a_shell_counts_it(capfd):
     assert "process 0 failed first (SIGKILL)" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"), [("", "Exec format error"), ("#!/no/such\n", "No such file or directory")]
+)
+def test_what_is_no_program_is_named(tmp_path, capfd, content, reason):
+    path = tmp_path / "run"
+    path.write_text(content)
+    path.chmod(0o755)
+    assert main(["launch", "--platform", "cpu", str(path)]) == 1
+    error = capfd.readouterr().err
+    assert f"launching {path}: {reason}. Is it a program? A script needs a first line like #!/bin/sh" in error
+    assert "Traceback" not in error
+
+
 GLOO = "ValueError: UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by peer [127.0.0.1]:1"
 
 

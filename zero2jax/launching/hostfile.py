@@ -27,7 +27,7 @@ def parse_hostfile(text: str, name: str = "hostfile") -> dict[str, int]:
         words = line.strip()
         if not words or words.startswith("#"):
             continue
-        match = re.match(r"(\S+)\s+slots=(\d{1,9})(?:[\s#].*)?$", words)
+        match = re.match(r"([^\s-]\S*)\s+slots=(\d{1,9})(?:[\s#].*)?$", words)
         if match is None or not 1 <= int(match[2]) <= _MOST_SLOTS:
             raise ValueError(
                 f"reading {name}, line {number}: {words!r} is not of the form `host slots=N` with N of at least 1 and "

@@ -49,7 +49,11 @@ _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if os.getppid() == int(sys.argv[1]):
-    os.execvp(sys.argv[2], sys.argv[2:])
+    try:
+        os.execvp(sys.argv[2], sys.argv[2:])
+    except OSError as error:
+        hint = "Is it a program? A script needs a first line like #!/bin/sh, with an interpreter that is there."
+        sys.exit(f"launching {sys.argv[2]}: {error.strerror}. {hint}")
 """
 
 
