@@ -329,3 +329,20 @@ def test_module_runs_without_starting_a_backend(ds_config):
     said = [line for line in done.stderr.splitlines() if "cudart_stub" not in line and "absl::" not in line]
     assert (done.returncode, said) == (1, []), "cpu_offload is not there yet"
     assert "32 examples = 4 per device" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"initial_scale_power": 200}, "initial_scale_power = 200: must be at most 100"),
+        ({"min_loss_scale": 1e30}, "min_loss_scale = 1000000000000000019884624838656: the first scale"),
+        ({"loss_scale": 1e38}, "loss_scale = 1e+38: must be at most 2 ** 100"),
+        ({"hysteresis": 2**31}, "hysteresis = 2147483648: must be at most 1073741823"),
+        ({"loss_scale_window": 10**12}, "loss_scale_window = 1000000000000: must be at most 1073741823"),
+    ],
+)
+def test_a_loss_scale_that_cannot_be_is_reported_with_the_rest(keys, said):
+    report = examine({"fp16": {"enabled": True, **keys}, "train_batch_size": 17}, 8)
+    (error,) = report.errors
+    assert error.startswith(f"fp16.{said}")
+    assert report.refused, "the batch, too"
