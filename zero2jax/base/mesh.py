@@ -13,7 +13,7 @@ from typing import Never
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zero2jax.base.checks import is_whole, type_name
@@ -136,10 +136,10 @@ def check_mesh(mesh: Mesh, axis_name: str = DATA_AXIS) -> int:
       TypeError: it is no mesh.
       ValueError: the mesh has no such axis, or an axis of it is not of type Auto.
     """
-    if not isinstance(mesh, Mesh):
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise TypeError(
             f"reading the mesh: found {type_name(mesh)}, expected a jax.sharding.Mesh. Make one with "
-            f"zero2jax.make_mesh(), over all devices, or zero2jax.make_mesh(data=4)."
+            f"zero2jax.make_mesh({axis_name}=...)."
         )
     if axis_name not in mesh.shape:
         others = [name for name in mesh.axis_names if name not in (REPLICA_AXIS, MODEL_AXIS)]
