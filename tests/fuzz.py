@@ -77,6 +77,8 @@ class Draw:
     reads_layers: bool
     makes_params: bool
     skip_nonfinite: bool
+    loss_scale: float | None
+    fp32_sum: bool
 
     @property
     def num_devices(self) -> int:
@@ -183,6 +185,8 @@ def draw(seed: int) -> Draw:
         reads_layers=pick(True, False),
         makes_params=pick(True, False),
         skip_nonfinite=pick(True, False),
+        loss_scale=pick(None, None, 8.0),
+        fp32_sum=pick(False, False, True),
     )
 
 
@@ -231,10 +235,12 @@ def by_engine(draw: Draw) -> Result:
             compute_dtype=draw.compute_dtype,
             reduce_dtype=draw.reduce_dtype,
             keep_fp32=None if draw.keep_fp32 is None else KEEP[draw.keep_fp32],
+            fp32_sum=draw.fp32_sum,
         ),
         clip_norm=draw.clip_norm,
         reduction=draw.reduction,
         skip_nonfinite=draw.skip_nonfinite,
+        loss_scale=draw.loss_scale,
         trainable=jax.tree.unflatten(structure, draw.trainable),
         param_specs=specs,
         gather=draw.gather,

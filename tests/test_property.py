@@ -40,6 +40,10 @@ def test_the_draws_hold_every_choice_and_every_model():
         "bf16 and microbatches": any(d.compute_dtype == "bfloat16" and d.num_microbatches > 1 for d in draws),
         "a key and weights": any(draw.takes_rng and draw.weights == "some zero" for draw in draws),
         "a model axis and placed parameters": any("model" in d.mesh and d.kind.specs for d in draws),
+        "a loss scale, weights and microbatches": any(
+            d.loss_scale and d.weights == "some zero" and d.num_microbatches > 1 for d in draws
+        ),
+        "sums in order in groups": any(d.fp32_sum for d in grouped),
         "a partitioned activation": any((d.activations or {}).get("partition_axis") for d in draws),
     }
     assert all(together.values()), together

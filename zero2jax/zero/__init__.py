@@ -38,6 +38,7 @@ The files, in reading order. The first five are the idea:
   5 step          one training step; plain optax on global arrays
     prepare       the mean gradient's norm, verdict and clipping
     loss_scale    float16: the scale of backward, and steps that overflow
+    collectives   all_gather and psum_scatter themselves, beside other mesh axes; sums in a fixed order
     layer_picks   layers taken out of a stack, or put into one: done to shards
     regather      operations with a body of their own, and loops' constants, at stage 3
     tracing       the loss as a jaxpr, without the mesh

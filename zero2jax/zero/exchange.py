@@ -10,12 +10,6 @@ devices along d and padded there to a multiple of N:
 A `Use` says how, for a leaf or for one layer of it. `by_layer` does it for all leaves, stacks of layers one layer at a
 time: in one piece, the compiler copies the stack into another layout.
 
-A collective over `data` inside a `shard_map` that is manual over `data` only sees operands that are replicated
-over the automatic axes: a gradient sharded over `model` would first be all-gathered over `model` and then reduced
-in full, M times the bytes. So on a mesh with other axes the collective runs in an inner `shard_map` that is manual over
-those too. (Sharding constraints around the collective do not help; and without it, XLA's CPU compiler ends the process
-at a sum in 16 bits: "Invalid binary instruction opcode copy".)
-
 ZeRO, arXiv:1910.02054, section 5.
 """
 
@@ -26,10 +20,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 from zero2jax.base.mesh import padded_size
+from zero2jax.zero.collectives import all_gather, pad_to, psum, psum_scatter, scatter_in_order, sum_in_order
 from zero2jax.zero.shard_plan import LeafPlan, Placement
 
 
@@ -48,6 +41,7 @@ class Use:
       axis_name: axis to gather and reduce over.
       layer_dims: leading dims that `by_layer` loops over.
       prescale: factor of the gradient before it is summed.
+      in_order: add in fp32, in a fixed order, what travels in `grad_dtype`.
       gathered: the source is full already, and only gradients are still to be reduced.
     """
 
@@ -61,6 +55,7 @@ class Use:
     axis_name: str
     layer_dims: int = 0
     prescale: float = 1.0
+    in_order: bool = False
     gathered: bool = False
 
     @property
@@ -70,8 +65,13 @@ class Use:
         layer_dims = max(self.layer_dims - 1, 0)
         return dataclasses.replace(self, dim=dim, placement=self.placement[1:], layer_dims=layer_dims)
 
+    @property
+    def sum_dtype(self) -> Any:
+        """The dtype that the sum of the gradients comes out in."""
+        return jnp.promote_types(self.grad_dtype, jnp.float32) if self.in_order else self.grad_dtype
 
-def use_of_leaf(leaf: LeafPlan, dtype: Any, grad_dtype: Any, axis_name: str, prescale: float = 1.0) -> Use:
+
+def use_of_leaf(leaf: LeafPlan, dtype: Any, grad_dtype: Any, axis_name: str) -> Use:
     """The `Use` of a leaf of a plan."""
     return Use(
         path=leaf.path,
@@ -82,7 +82,6 @@ def use_of_leaf(leaf: LeafPlan, dtype: Any, grad_dtype: Any, axis_name: str, pre
         dtype=dtype,
         grad_dtype=grad_dtype,
         axis_name=axis_name,
-        prescale=prescale,
         layer_dims=0 if leaf.dim is None else leaf.layer_dims,  # what is replicated needs no loop
     )
 
@@ -102,10 +101,11 @@ def reduce_grad(use: Use, grad: jax.Array) -> jax.Array:
         grad = grad.astype(jnp.promote_types(grad.dtype, jnp.float32)) * use.prescale
     grad = grad.astype(use.grad_dtype)
     if use.dim is None:
-        return psum(grad, use.axis_name, use.placement)
+        return (sum_in_order if use.in_order else psum)(grad, use.axis_name, use.placement)
     rows = padded_size(use.size, use.num_shards)
     grad = pad_to(grad, (*grad.shape[: use.dim], rows, *grad.shape[use.dim + 1 :]))
-    return psum_scatter(grad, use.axis_name, use.dim, use.placement)
+    scatter = scatter_in_order if use.in_order else psum_scatter
+    return scatter(grad, use.axis_name, use.dim, use.placement)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -138,51 +138,3 @@ def _looped(
     uses = [use.layer for use, _ in stacks]
     layer = lambda slices: by_layer(fun, list(zip(uses, slices, strict=True)))
     return jax.lax.map(layer, [x for _, x in stacks])  # type: ignore[no-any-return]
-
-
-def pad_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """`x` with zeros behind it in each dim that is longer in `shape`. Global arrays or per-device ones."""
-    if x.shape == tuple(shape):
-        return x
-    return jnp.pad(x, [(0, padded - true) for padded, true in zip(shape, x.shape, strict=True)])
-
-
-# --- collectives -------------------------------------------------------------------------------------------------
-
-
-def all_gather(x: jax.Array, axis_name: str, dim: int, placement: Placement = ()) -> jax.Array:
-    """Concatenate the devices' shards along `dim`: (..., d/N, ...) -> (..., d, ...).
-
-    `placement` names the other mesh axes that each dim is sharded over, `()` for none.
-    """
-    return _on_local_shard(lambda y: jax.lax.all_gather(y, axis_name, axis=dim, tiled=True), placement)(x)
-
-
-def psum_scatter(x: jax.Array, axis_name: str, dim: int, placement: Placement = ()) -> jax.Array:
-    """Sum over the devices, keeping this device's shard along `dim`: (..., d, ...) -> (..., d/N, ...)."""
-    scatter = lambda y: jax.lax.psum_scatter(y, axis_name, scatter_dimension=dim, tiled=True)
-    return _on_local_shard(scatter, placement)(x)
-
-
-def psum(x: jax.Array, axis_name: str, placement: Placement = ()) -> jax.Array:
-    """Sum over the devices, replicated on all of them."""
-    return _on_local_shard(lambda y: jax.lax.psum(y, axis_name), placement)(x)
-
-
-def _on_local_shard(
-    collective: Callable[[jax.Array], jax.Array], placement: Placement
-) -> Callable[[jax.Array], jax.Array]:
-    """`collective` on what this device holds, manual over the automatic axes too."""
-    mesh = jax.sharding.get_abstract_mesh()
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    names = {name for name, axis_type in types if axis_type != AxisType.Manual}
-    if not names:
-        return collective
-    return jax.shard_map(
-        collective,
-        mesh=mesh,
-        in_specs=P(*placement),
-        out_specs=P(*placement),
-        axis_names=names,
-        check_vma=False,
-    )

@@ -66,16 +66,18 @@ class GradientSettings:
     def gradient_dtype(self, i: int) -> Any:
         """The dtype in which a step's gradient of leaf `i` is kept until the optimizer sees it."""
         leaf, accumulated = self.plan.leaves[i], self.step.num_microbatches > 1
-        return self.precision.accumulate(leaf) if accumulated else self.precision.reduce(leaf)
+        return self.precision.accumulate(leaf) if accumulated else self.precision.summed(leaf)
 
     @property
     def uses(self) -> list[Use]:
         """How each leaf is gathered for the loss, and its gradient reduced."""
         prescale = 1.0 if self.step.loss_scale is None else 1 / self.num_batch_shards
-        return [
-            use_of_leaf(leaf, self.compute_dtype(i), self.precision.reduce(leaf), self.axis_name, prescale)
+        uses = [
+            use_of_leaf(leaf, self.compute_dtype(i), self.precision.reduce(leaf), self.axis_name)
             for i, leaf in enumerate(self.plan.leaves)
         ]
+        in_order = self.precision.fp32_sum
+        return [dataclasses.replace(use, prescale=prescale, in_order=in_order) for use in uses]
 
     def mean_weight(self, terms: WeightedSum) -> jax.Array:
         """The mean over the devices of a slice's weight, 1 if it is 0. Per-device code."""

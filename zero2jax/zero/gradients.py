@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from zero2jax.base.losses import Loss, SliceKey, WeightedSum
 from zero2jax.base.pytrees import PyTree
-from zero2jax.zero import exchange
+from zero2jax.zero import collectives
 from zero2jax.zero.exchange import Use, by_layer, gather, reduce_grad
 from zero2jax.zero.gradient_settings import GradientSettings
 from zero2jax.zero.point_of_use import Standin, evaluate
@@ -99,7 +99,7 @@ def _gradients_at_use(
         )
 
     def gradient(batch: PyTree, rng: SliceKey) -> Gradient:
-        ports = [jnp.zeros(shards[i].shape, uses[i].grad_dtype) for i in trained]
+        ports = [jnp.zeros(shards[i].shape, uses[i].sum_dtype) for i in trained]
         (_, terms), grads = jax.value_and_grad(objective, has_aux=True)(ports, batch, rng)
         return grads, terms
 
@@ -135,24 +135,59 @@ def _over_microbatches(
     num = settings.step.num_microbatches
     first = jax.lax.axis_index(settings.axes.names) * num
     if num == 1:
-        return gradient(batch, rng._replace(slice_index=first))
+        if not settings.precision.fp32_sum:
+            return gradient(batch, rng._replace(slice_index=first))
+        # between barriers, as in a loop, whose body the compiler does not fuse with what is around it
+        part = jax.lax.optimization_barrier((batch, rng._replace(slice_index=first)))
+        return jax.lax.optimization_barrier(gradient(*part))
     slices = jax.tree.map(lambda x: x.reshape(num, x.shape[0] // num, *x.shape[1:]), batch)  # (K, B/K, ...)
-
-    def step(total: list[jax.Array], inputs: Any) -> Gradient:
-        i, part = inputs
-        grads, terms = gradient(part, rng._replace(slice_index=first + i))
-        if rng.loss_scale is not None:  # each is a mean
-            weight = settings.mean_weight(terms)
-            grads = [g.astype(t.dtype) * weight.astype(t.dtype) for t, g in zip(total, grads, strict=True)]
-        return [t + g.astype(t.dtype) for t, g in zip(total, grads, strict=True)], terms
-
     dtypes = [settings.gradient_dtype(i) for i in settings.trained]
     zeros = [jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    grads, stacked = jax.lax.scan(step, zeros, (jnp.arange(num, dtype=jnp.int32), slices))
-    terms = stacked.over_microbatches()
+
+    def of_microbatch(i: jax.Array) -> Gradient:
+        part = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), slices)
+        grads, terms = gradient(part, rng._replace(slice_index=first + i))
+        grads = [g.astype(dtype) for g, dtype in zip(grads, dtypes, strict=True)]
+        if rng.loss_scale is not None:  # each is a mean
+            grads = [g * settings.mean_weight(terms).astype(g.dtype) for g in grads]
+        return grads, terms
+
+    total: Callable[[jax.Array], Gradient] = of_microbatch
+    for length, stride in _loops(num, in_order=settings.precision.fp32_sum):
+        total = _looped(total, length, stride, zeros)
+    grads, terms = total(jnp.int32(0))
     if rng.loss_scale is not None:
         grads = [g / settings.mean_weight(terms).astype(g.dtype) for g in grads]
     return grads, terms
+
+
+def _loops(num: int, *, in_order: bool) -> list[tuple[int, int]]:
+    """(length, stride) of the loops over microbatches, from the innermost: one, or the tree of `exchange._tree_sum`.
+
+    Each level of the tree is a loop of two with a sum of its own. Microbatches of one device are added as those of
+    twice as many devices would be, so that the number of devices changes no bit.
+    """
+    loops = []
+    while in_order and num % 2 == 0:
+        num //= 2
+        loops.append((2, num))
+    return [*loops, (num, 1)] if num > 1 else loops
+
+
+def _looped(
+    gradient: Callable[[jax.Array], Gradient], length: int, stride: int, zeros: list[jax.Array]
+) -> Callable[[jax.Array], Gradient]:
+    """The sum of `gradient(base + i * stride)` over i < length, as a function of `base`."""
+
+    def total(base: jax.Array) -> Gradient:
+        def step(total: list[jax.Array], i: jax.Array) -> Gradient:
+            grads, terms = gradient(base + i * stride)
+            return [t + g for t, g in zip(total, grads, strict=True)], terms
+
+        grads, stacked = jax.lax.scan(step, zeros, jnp.arange(length, dtype=jnp.int32))
+        return grads, stacked.over_microbatches()
+
+    return total
 
 
 def local_loss(
@@ -203,7 +238,7 @@ def _group_shards(settings: GradientSettings, uses: list[Use], params: PyTree) -
     def over_groups(use: Use, x: jax.Array) -> jax.Array:
         if use.dim is None:
             return x
-        return exchange.all_gather(x.astype(use.dtype), replica, use.dim, use.placement)
+        return collectives.all_gather(x.astype(use.dtype), replica, use.dim, use.placement)
 
     return by_layer(over_groups, list(zip(uses, shards, strict=True)))
 
@@ -216,8 +251,9 @@ def _over_groups(settings: GradientSettings, grads: list[jax.Array]) -> list[jax
 
     def over_groups(use: Use, x: jax.Array) -> jax.Array:
         if use.dim is None or not settings.axes.rest_over_replicas:
-            return exchange.psum(x, replica, use.placement)
-        return exchange.psum_scatter(x, replica, use.dim, use.placement)
+            return (collectives.sum_in_order if use.in_order else collectives.psum)(x, replica, use.placement)
+        scatter = collectives.scatter_in_order if use.in_order else collectives.psum_scatter
+        return scatter(x, replica, use.dim, use.placement)
 
     uses = settings.uses
     return by_layer(over_groups, [(uses[i], g) for i, g in zip(settings.trained, grads, strict=True)])

@@ -72,7 +72,7 @@ class Standin:
     Attributes:
       use: how it is gathered and its gradient reduced.
       source: this device's shard as it is stored, or the full parameter if `use.gathered`.
-      port: what the loss is differentiated by, of the shard's shape and `use.grad_dtype`; None for a frozen parameter.
+      port: what the loss is differentiated by, of the shard's shape and `use.sum_dtype`; None for a frozen parameter.
       pending: equations that were put off, to be applied to the parameter once it is gathered.
     """
 

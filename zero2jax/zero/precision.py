@@ -27,6 +27,8 @@ class Precision:
       reduce_dtype: gradients are summed over devices in it; None means the dtype the leaf is computed in.
       accumulate_dtype: gradients are summed over microbatches in it, float64 ones in float64.
       keep_fp32: predicate `(path, leaf) -> bool` for leaves that are computed in fp32 (norms, say).
+      fp32_sum: gradients travel in `reduce_dtype`, and each device adds its slices of them in fp32, in a fixed order:
+        an all-to-all of the same bytes in place of the reduce-scatter, which rounds at each addition.
 
     Raises:
       ValueError: a dtype that gradients cannot be summed in.
@@ -36,6 +38,7 @@ class Precision:
     reduce_dtype: DTypeLike | None = None
     accumulate_dtype: DTypeLike = jnp.float32
     keep_fp32: LeafPredicate | None = None
+    fp32_sum: bool = False
 
     def __post_init__(self) -> None:
         for name in ("compute_dtype", "reduce_dtype", "accumulate_dtype"):
@@ -70,6 +73,11 @@ class Precision:
     def reduce(self, leaf: LeafPlan) -> Any:
         """The dtype in which a leaf's gradient is summed over devices."""
         return self.compute(leaf) if self.reduce_dtype is None else jnp.dtype(self.reduce_dtype)
+
+    def summed(self, leaf: LeafPlan) -> Any:
+        """The dtype that the sum over devices comes out in."""
+        dtype = self.reduce(leaf)
+        return jnp.promote_types(dtype, jnp.float32) if self.fp32_sum else dtype
 
     def accumulate(self, leaf: LeafPlan) -> Any:
         """The dtype in which a leaf's gradient is summed over microbatches."""

@@ -29,7 +29,7 @@ from zero2jax.base.pytrees import (
     select_leaves,
 )
 from zero2jax.base.transformation import refuse_multi_steps
-from zero2jax.zero.exchange import pad_to
+from zero2jax.zero.collectives import pad_to
 from zero2jax.zero.loss_scale import LossScale, LossScaleState
 from zero2jax.zero.precision import master_dtype
 from zero2jax.zero.shard_plan import LeafPlan, ShardPlan, check_model_axes, make_shard_plan, plan_like
