@@ -16,6 +16,9 @@ from zero2jax.zero.settings import StepSettings
 from zero2jax.zero.precision import Precision
 from zero2jax.zero.shard_optimizer import shard_optimizer
 
+# Masters and optimizer state in host memory
+from zero2jax.offload.settings import OffloadSettings
+
 # What backward keeps of the layers
 from zero2jax.activations.layers import ActivationSettings, remat_layers
 from zero2jax.activations.policies import remat_policy
@@ -72,6 +75,8 @@ __all__ = [
     "StepSettings",
     "Precision",
     "shard_optimizer",
+    # Masters and optimizer state in host memory
+    "OffloadSettings",
     # What backward keeps of the layers
     "ActivationSettings",
     "remat_layers",

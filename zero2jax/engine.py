@@ -29,7 +29,16 @@ from zero2jax.base.losses import Loss, LossFn
 from zero2jax.base.mesh import DATA_AXIS, DataAxes, axis_size, data_axes, make_mesh
 from zero2jax.base.pytrees import LeafPredicate, PyTree, check_alive, is_function, is_traced, shapes_of
 from zero2jax.base.transformation import checked_transformation
-from zero2jax.processes.agreement import expect_same_start, expect_same_step, spans_processes
+from zero2jax.offload.host_memory import MIB, available_bytes, check_hosts, needed_bytes
+from zero2jax.offload.host_mesh import host_mesh
+from zero2jax.offload.offloaded import Offloaded
+from zero2jax.offload.settings import OffloadSettings
+from zero2jax.processes.agreement import (
+    expect_same_start,
+    expect_same_step,
+    gather_with_hosts,
+    spans_processes,
+)
 from zero2jax.processes.progress import STEP_EVENT
 from zero2jax.programs.memory import MemoryReport, measure_memory
 from zero2jax.zero.compiled import Compiled, CompilerOptions
@@ -83,6 +92,7 @@ class Engine:
       shard_over_replicas: on a mesh with an axis `replica`, shard the state at rest over that axis too, instead of
         keeping a copy of it in each group of devices; see `zero2jax.base.mesh.DataAxes`.
       activations: what is saved of the loss function's layers for backward, and where; None leaves it to the loss.
+      offload: store masters and optimizer state in host memory and update them there; None keeps them on the devices.
       compiler_options: for the compilation of this step alone, as for `jax.jit`; or a function that makes them
         from the shard plan of the parameters.
 
@@ -117,6 +127,7 @@ class Engine:
         axis_name: str = DATA_AXIS,
         shard_over_replicas: bool = False,
         activations: ActivationSettings | None = None,
+        offload: OffloadSettings | None = None,
         compiler_options: CompilerOptions = None,
     ):
         if mesh is None:
@@ -140,6 +151,8 @@ class Engine:
         self.num_batch_shards = axis_size(mesh, self.axes.batch)
         self.config: Mapping[str, Any] | None = None  # the configuration it was made from, for the record
         self.activations = activations
+        self.offload = offload
+        self._host = None if offload is None else host_mesh(mesh, offload)
         # made once: it says what it has to say once
         self._loss = losses.normalized(loss_fn)
         if activations is not None:
@@ -218,7 +231,8 @@ class Engine:
             layer_dims = self._read_layer_dims(shapes, batch, loss_args)
         layout = self._make_layout(shapes, layer_dims)
         if self._functions is None or layout != self.layout:
-            self._functions = Compiled(self._program(layout), self._compiler_options)
+            kind = Compiled if self._host is None else Offloaded
+            self._functions = kind(self._program(layout), self._compiler_options)
         return layout.abstract_state(self.mesh)
 
     def init(
@@ -247,12 +261,14 @@ class Engine:
                 make = functools.partial(params, *args)
                 abstract = self.abstract_state(jax.eval_shape(make), batch=batch, loss_args=loss_args)
                 expect_same_start(self._start(), self.mesh, args)
-                placed = make_params(make, self.layout.params, self.mesh)
+                self._check_host_memory()
+                placed = make_params(make, self.layout, self.mesh)
             else:
                 check_alive(params, "the parameters", "It was donated: pass parameters that are still there.")
                 abstract = self.abstract_state(params, batch=batch, loss_args=loss_args)
                 expect_same_start(self._start(), self.mesh, params)
-                placed = place_params(params, self.layout.params, self.mesh)
+                self._check_host_memory()
+                placed = place_params(params, self.layout, self.mesh)
             opt_state = make_opt_state(self._tx, placed, self.layout, self.mesh)
             first = lambda: (
                 jnp.zeros((), jnp.int32),
@@ -318,7 +334,7 @@ class Engine:
         state = place_state(state, self.layout, self.mesh)
         check_batch(batch, self.num_batch_shards, 1)
         evaluate = self._compiled.evaluate(loss_fn or self.loss_fn)
-        args = (state, *self._placed(batch, loss_args))
+        args = (self._compiled.on_devices(state), *self._placed(batch, loss_args))
         with self._running(is_traced(args)):
             means = self._settled(evaluate(*args))
         return means.loss if means.aux is None else (means.loss, means.aux)
@@ -383,9 +399,9 @@ class Engine:
         return place_batch(batch, self.mesh, self.axes.batch), place_loss_args(loss_args, self.mesh)
 
     def _abstract(self, batch: PyTree, loss_args: LossArgs) -> tuple[TrainState, PyTree, dict[str, PyTree]]:
-        """The shapes of what a step takes, with shardings."""
+        """The shapes of what the devices take in a step, with shardings."""
         placed = abstract_batch(batch, self.mesh, self.axes.batch), abstract_loss_args(loss_args, self.mesh)
-        return self.layout.abstract_state(self.mesh), *placed
+        return self._compiled.abstract_on_devices(), *placed
 
     def _settled(self, result: Any) -> Any:
         """`result`, waited for on simulated devices: there, programs that do not depend on each other and run at the
@@ -417,6 +433,16 @@ class Engine:
 
         return layer_dims_of_loss(loss, program.settings.compute_shapes, placed, self.mesh, self.axes)
 
+    def _check_host_memory(self) -> None:
+        """Refuse to offload what the hosts have no room for, in all processes alike."""
+        if self._host is None:
+            return
+        needed = needed_bytes(self.layout, self._program(self.layout).settings, self.mesh)
+        available = available_bytes()
+        row = np.array([-(-needed // MIB), -1 if available is None else available // MIB], np.int32)
+        rows, hosts = gather_with_hosts(row) if spans_processes(self.mesh) else (row[None], ("here",))
+        check_hosts([(int(n), int(a)) for n, a in rows], hosts)
+
     def _make_layout(self, shapes: PyTree, layer_dims: PyTree) -> Layout:
         return make_layout(
             shapes,
@@ -427,6 +453,7 @@ class Engine:
             layer_dims=layer_dims,
             trainable=self._trainable,
             param_specs=self._param_specs,
+            host=self._host,
         )
 
     def _program(self, layout: Layout, loss: Loss | None = None) -> StepProgram:

@@ -186,6 +186,7 @@ def test_one_device_saves_nothing_at_stages_1_and_2(stage):
     assert "offload_optimizer" in note
     assert "stage 3" in note
     assert device_notes(read_config(zero(stage=stage)), 2) == []
+    assert device_notes(read_config(zero(stage=stage, offload_optimizer={"device": "cpu"})), 1) == []
 
 
 def test_ignored_keys_are_named_once():
@@ -202,6 +203,10 @@ def test_ignored_keys_are_named_once():
     ("raw", "path"),
     [
         ({"fp16": {"enabled": True}}, "fp16.enabled"),
+        (
+            zero(stage=3, offload_optimizer={"device": "cpu", "ratio": 0.5, "nvme_path": "/x"}),
+            "zero_optimization.offload_optimizer.ratio",
+        ),
         (zero(stage=2, offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer.device"),
         (zero(stage=3, zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
         (zero(stage=2, ignore_unused_parameters=False), "zero_optimization.ignore_unused_parameters"),
@@ -225,6 +230,6 @@ def test_not_yet_ignores_blocks_that_are_off():
         "fp16": {"enabled": False, "hysteresis": 4},
         "tensorboard": {"enabled": False, "output_path": "x"},
         "bf16": {"enabled": False, "check_grad_overflow": True},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none", "pin_memory": False}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none", "super_offload": True}},
     }
     assert not_yet(read_config(raw)) == []

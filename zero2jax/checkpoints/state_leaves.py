@@ -238,6 +238,7 @@ def first_numbers(
     """
     if not kept_numbers(state.opt_state):
         return {}
-    init = lambda params: kept_numbers(tx.init(layout.trained(unpad(params, layout.params, mesh))))
-    numbers = jax.jit(init, out_shardings=replicated(mesh))(state.params)
+    home = layout.host or mesh
+    init = lambda trained: kept_numbers(tx.init(unpad(trained, layout.trained_params, home)))
+    numbers = jax.jit(init, out_shardings=replicated(home))(layout.trained(state.params))
     return {f"opt_state/{name}": x for name, x in numbers.items()}

@@ -19,7 +19,6 @@ _SWITCHED = (
     "tensorboard",
     "csv_monitor",
     "wandb",
-    "zero_optimization.offload_optimizer",
     "zero_optimization.offload_param",
 )
 """Blocks whose other keys only accompany their switch."""
@@ -206,10 +205,15 @@ def _not_yet(config: Config) -> Iterator[tuple[str, str]]:
         asked = value != default
         if block == "bf16":
             asked = config.bf16.enabled and asked
+        elif block == "zero_optimization.offload_optimizer":
+            asked = asked and offload_device(config) != "none" and name in ("ratio", "super_offload")
         elif block == "zero_optimization.offload_param":
             asked = value != default and config.zero_optimization.stage == 3
         if asked:
             yield path, f"{path} = {shown(value)}: {KEYS[path].becomes}"
+    if offload_device(config) == "nvme":
+        path = "zero_optimization.offload_optimizer.device"
+        yield path, f"{path} = 'nvme': optimizer state on local disks"
     if config.communication_data_type == "fp16" and not config.fp16.enabled:
         yield "communication_data_type", "communication_data_type = 'fp16': fp16 gradient reduction"
     if config.data_types.grad_accum_dtype == "fp16":
@@ -217,6 +221,12 @@ def _not_yet(config: Config) -> Iterator[tuple[str, str]]:
             "data_types.grad_accum_dtype",
             "data_types.grad_accum_dtype = 'fp16': fp16 sums without a loss scale",
         )
+
+
+def offload_device(config: Config) -> str:
+    """Where `offload_optimizer` puts the optimizer state: "none", "cpu" or "nvme"."""
+    block = config.zero_optimization.offload_optimizer
+    return "none" if block is None else block.device
 
 
 def open_rates(config: Config) -> list[str]:
@@ -259,7 +269,7 @@ def device_problems(config: Config, num_devices: int) -> list[str]:
 def device_notes(config: Config, num_shards: int) -> list[str]:
     """What to say about this configuration on `num_shards` devices of the data axis."""
     stage = config.zero_optimization.stage
-    if num_shards > 1 or stage not in (1, 2):
+    if num_shards > 1 or stage not in (1, 2) or offload_device(config) != "none":
         return []
     return [
         f"zero_optimization.stage = {stage} on one device saves nothing: there is no other device to shard over. "

@@ -13,8 +13,10 @@ from zero2jax.activations.layers import ActivationSettings
 from zero2jax.base.mesh import MODEL_AXIS, DataAxes
 from zero2jax.base.pytrees import LeafPredicate
 from zero2jax.config.compiler_options import Option, compiler_options
+from zero2jax.config.rules import offload_device
 from zero2jax.config.schema import ActivationCheckpointing, Config
 from zero2jax.config.values import ConfigError
+from zero2jax.offload.settings import OffloadSettings
 from zero2jax.zero.precision import Precision
 from zero2jax.zero.settings import StepSettings
 
@@ -28,12 +30,14 @@ class EngineSettings:
     Attributes:
       config: the configuration.
       step: what is fixed about a step.
+      offload: whether masters and optimizer state are stored in host memory, and how; None for on the devices.
       activations: what is saved of the layers for backward; None if the configuration has nothing of it switched on,
         for then the model's own checkpoints stay as they are.
     """
 
     config: Config
     step: StepSettings
+    offload: OffloadSettings | None
     activations: ActivationSettings | None
 
     @property
@@ -97,7 +101,8 @@ def translate(
         seed=seed,
         axes=axes,
     )
-    return EngineSettings(config=config, step=step, activations=activations_of(config))
+    offload = None if offload_device(config) == "none" else OffloadSettings()
+    return EngineSettings(config=config, step=step, offload=offload, activations=activations_of(config))
 
 
 def batch_of(config: Config, num_shards: int | None, shards_from: str) -> tuple[int | None, int]:

@@ -22,6 +22,9 @@ from zero2jax.zero.gradients import GradientSettings
 from zero2jax.zero.state import Layout, TrainState
 
 IN_STEP = f"{PARAMETERS} in the step"
+# Of an engine that offloads: what its devices hold instead, and what its host does.
+BETWEEN_STEPS = f"{PARAMETERS} between steps"
+ON_HOST = ", on the host"
 # No class of its own: what the compiler allocates for gradients, parameters and activations together.
 TEMPORARY = "temporary"
 
@@ -52,7 +55,8 @@ class MemoryReport:
     Attributes:
       stage: ZeRO stage.
       num_shards: N, the devices that the state is sharded over from stage 1 on.
-      rows: `master`, `optimizer state`, `gradients`, `parameters in the step`, `temporary`.
+      rows: `master`, `optimizer state`, `gradients`, `parameters in the step`, `temporary`; of an engine that offloads
+        also `parameters between steps`, `master, on the host`, `optimizer state, on the host`.
     """
 
     stage: int
@@ -65,7 +69,13 @@ class MemoryReport:
     @property
     def total_bytes(self) -> int:
         """Peak of the step: what is stored, and the compiler's temporary allocation, which holds the other classes."""
-        return sum(self[name].measured_bytes or 0 for name in (MASTER, OPTIMIZER, TEMPORARY))
+        return sum(self[name].measured_bytes or 0 for name in self._held)
+
+    @property
+    def _held(self) -> tuple[str, ...]:
+        if any(row.name == BETWEEN_STEPS for row in self.rows):  # gradients leave the program
+            return MASTER, BETWEEN_STEPS, GRADIENTS, TEMPORARY
+        return MASTER, OPTIMIZER, TEMPORARY
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -83,7 +93,7 @@ class MemoryReport:
         for row in self.rows:
             sizes = (number(row.measured_bytes), number(row.formula_bytes))
             rows.append((row.name, *sizes, row.formula, row.source))
-        held = f"{MASTER} + {OPTIMIZER} + {TEMPORARY}"
+        held = " + ".join(self._held)
         rows.append(("total", number(self.total_bytes), "-", held, ""))
         return "\n".join(aligned(rows, right=(1, 2)))
 
@@ -115,8 +125,7 @@ def measure_memory(
     formulas = class_formulas(layout, settings, mesh)
     moved = collectives(step.as_text() or "")
     rows = (
-        _row(MASTER, live_bytes(state.params), "live buffers", formulas[MASTER]),
-        _row(OPTIMIZER, live_bytes(state.opt_state), "live buffers", formulas[OPTIMIZER]),
+        *_stored_rows(state, layout, settings, mesh),
         _gradients_row(moved, gradients, settings, mesh, formulas[GRADIENTS]),
         _parameters_row(moved, settings, mesh, formulas[PARAMETERS]),
         MemoryRow(
@@ -128,6 +137,37 @@ def measure_memory(
         ),
     )
     return MemoryReport(settings.step.stage, settings.plan.num_shards, rows)
+
+
+def _stored_rows(
+    state: TrainState, layout: Layout, settings: GradientSettings, mesh: Mesh
+) -> list[MemoryRow]:
+    """What is stored between steps."""
+    formulas = class_formulas(layout, settings, mesh)
+    if layout.host is None:
+        return [
+            _row(MASTER, live_bytes(state.params), "live buffers", formulas[MASTER]),
+            _row(OPTIMIZER, live_bytes(state.opt_state), "live buffers", formulas[OPTIMIZER]),
+        ]
+    frozen = [x for x, t in zip(jax.tree.leaves(state.params), layout.trainable, strict=True) if not t]
+    trained = layout.trained(state.params)
+    leaves = [settings.plan.leaves[i] for i in settings.trained]
+    copies = sum(
+        leaf.rest_bytes
+        // leaf.num_model_shards(mesh)
+        * int(settings.compute_dtype(i).itemsize)
+        // leaf.dtype.itemsize
+        for i, leaf in zip(settings.trained, leaves, strict=True)
+    )
+    return [
+        _row(MASTER, live_bytes(frozen), "live buffers", Formula(live_bytes(frozen), "frozen leaves alone")),
+        _row(OPTIMIZER, 0, "all of it is on the host", Formula(0, "")),
+        _row(MASTER + ON_HOST, live_bytes(trained), "live buffers", formulas[MASTER]),
+        _row(OPTIMIZER + ON_HOST, live_bytes(state.opt_state), "live buffers", formulas[OPTIMIZER]),
+        _row(
+            BETWEEN_STEPS, copies, "their dtypes and shards", Formula(copies, "masters in the compute dtype")
+        ),
+    ]
 
 
 def _row(name: str, measured_bytes: int | None, source: str, formula: Formula) -> MemoryRow:

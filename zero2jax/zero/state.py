@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from zero2jax.base.mesh import DataAxes, axis_size, replicated
+from zero2jax.base.mesh import DataAxes, axis_size, moved, replicated
 from zero2jax.base.pytrees import (
     LeafPredicate,
     PyTree,
@@ -57,11 +57,23 @@ class Layout:
       params: shard plan of the parameters, at the dtypes they are stored in.
       opt_state: shard plan of the optimizer state.
       trainable: per parameter leaf, whether it is trained.
+      host: the mesh of CPU devices in whose memory trainable parameters and optimizer state are stored, one in the
+        place of each device of the mesh; None where they are stored on the mesh itself.
     """
 
     params: ShardPlan
     opt_state: ShardPlan
     trainable: tuple[bool, ...]
+    host: Mesh | None = None
+
+    @property
+    def trained_params(self) -> ShardPlan:
+        """The plan of the trainable parameters, in the structure of `trained`."""
+        return dataclasses.replace(
+            self.params,
+            leaves=tuple(leaf for leaf, t in zip(self.params.leaves, self.trainable, strict=True) if t),
+            treedef=jax.tree.structure(self.trained(self.params.tree)),
+        )
 
     def trained(self, params: PyTree) -> PyTree:
         """The parameters as the optimizer sees them: frozen leaves become `optax.MaskedNode()`."""
@@ -69,12 +81,14 @@ class Layout:
 
     def abstract_state(self, mesh: Mesh) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
-        everywhere = replicated(mesh)
+        everywhere, home = replicated(mesh), self.host or mesh
         key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         return TrainState(
             step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),  # type: ignore[arg-type]
-            params=self.params.rest_shapes(mesh),
-            opt_state=self.opt_state.rest_shapes(mesh),
+            params=merge(
+                self.trained_params.rest_shapes(home), self.params.rest_shapes(mesh), self.trainable
+            ),
+            opt_state=self.opt_state.rest_shapes(home),
             rng=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere),  # type: ignore[arg-type]
         )
 
@@ -89,6 +103,7 @@ def make_layout(
     layer_dims: PyTree,
     trainable: PyTree | LeafPredicate | None,
     param_specs: PyTree | None,
+    host: Mesh | None = None,
 ) -> Layout:
     """Plan parameters and optimizer state.
 
@@ -101,6 +116,7 @@ def make_layout(
       layer_dims: leading layer dims per leaf.
       trainable: tree of booleans or predicate; None means every leaf.
       param_specs: PartitionSpecs of the other axes.
+      host: where trainable parameters and optimizer state are stored; see `Layout`.
 
     Raises:
       ValueError: a trainable leaf is not floating; a tree has another structure; a spec does not fit the mesh.
@@ -126,7 +142,7 @@ def make_layout(
     check_model_axes(plan, mesh, axes.names)
     opt_shapes = jax.eval_shape(tx.init, select(stored, flags))
     refuse_multi_steps(opt_shapes)
-    return Layout(params=plan, opt_state=plan_like(opt_shapes, plan), trainable=flags)
+    return Layout(params=plan, opt_state=plan_like(opt_shapes, plan), trainable=flags, host=host)
 
 
 def select(params: PyTree, trainable: tuple[bool, ...]) -> PyTree:
@@ -223,20 +239,22 @@ def _as_kept(x: Any, like: jax.ShapeDtypeStruct) -> Any:
     return jax.device_put(np.array(x, like.dtype), like.sharding) if fits else x
 
 
-def place_params(params: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
+def place_params(params: PyTree, layout: Layout, mesh: Mesh) -> PyTree:
     """Full parameters -> padded shards, a leaf at a time and from host memory slice by slice."""
+    plan = layout.params
 
-    def place(leaf: LeafPlan, x: Any) -> jax.Array:
-        sharding = plan.sharding(leaf, mesh)
+    def place(leaf: LeafPlan, x: Any, rest: Any) -> jax.Array:
+        sharding = rest.sharding
         if isinstance(x, jax.Array) and not (x.is_fully_addressable and _is_numeric(x)):
-            single = jax.jit(lambda x: pad_to(x.astype(leaf.dtype), leaf.rest_shape), out_shardings=sharding)
-            return single(x)
+            there = plan.sharding(leaf, mesh)
+            single = jax.jit(lambda x: pad_to(x.astype(leaf.dtype), leaf.rest_shape), out_shardings=there)
+            return moved([single(x)], [sharding])[0]
         host = np.asarray(x)
         return jax.make_array_from_callback(
             leaf.rest_shape, sharding, lambda index: _slice(leaf, host, index or ())
         )
 
-    return plan.map(place, params)
+    return plan.map(place, params, layout.abstract_state(mesh).params)
 
 
 def _is_numeric(x: jax.Array) -> bool:
@@ -268,24 +286,28 @@ def check_init_arguments(init_fn: Callable[..., PyTree], args: tuple[Any, ...]) 
         ) from None
 
 
-def make_params(make: Callable[[], PyTree], plan: ShardPlan, mesh: Mesh) -> PyTree:
-    """Run a function that makes full parameters so that each device makes its own shards."""
+def make_params(make: Callable[[], PyTree], layout: Layout, mesh: Mesh) -> PyTree:
+    """Run a function that makes full parameters so that each device, of a host if there is one, makes its shards."""
+    plan, home = layout.params, layout.host or mesh
 
     def build() -> PyTree:
         cast = lambda leaf, x: jnp.asarray(x).astype(leaf.dtype) if leaf.dtype != jnp.result_type(x) else x
-        return pad(plan.map(cast, make()), plan, mesh)
+        return pad(plan.map(cast, make()), plan, home)
 
-    return jax.jit(build, out_shardings=plan.shardings(mesh))()
+    made = jax.jit(build, out_shardings=plan.shardings(home))()
+    shardings = [x.sharding for x in jax.tree.leaves(layout.abstract_state(mesh).params)]
+    return plan.treedef.unflatten(moved(jax.tree.leaves(made), shardings))
 
 
 def make_opt_state(tx: optax.GradientTransformation, params: PyTree, layout: Layout, mesh: Mesh) -> PyTree:
     """The optimizer's initial state in its shards, from parameters in theirs."""
+    home = layout.host or mesh
 
-    def build(params: PyTree) -> PyTree:
-        opt_state = tx.init(layout.trained(unpad(params, layout.params, mesh)))
-        return pad(opt_state, layout.opt_state, mesh)
+    def build(trained: PyTree) -> PyTree:
+        opt_state = tx.init(unpad(trained, layout.trained_params, home))
+        return pad(opt_state, layout.opt_state, home)
 
-    return jax.jit(build, out_shardings=layout.opt_state.shardings(mesh))(params)
+    return jax.jit(build, out_shardings=layout.opt_state.shardings(home))(layout.trained(params))
 
 
 def unpad(tree: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:

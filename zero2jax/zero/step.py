@@ -61,7 +61,7 @@ class StepProgram:
         params = unpad(state.params, layout.params, mesh)
         old_opt_state = unpad(state.opt_state, layout.opt_state, mesh)
         trained = layout.trained(params)
-        grads = mean_grads = self._mean_gradient(sums, totals, trained)
+        grads = mean_grads = self.mean_gradient(sums, totals.inverse_weight, trained)
         if settings.reduction == "sum":
             num = axis_size(mesh, self.settings.axes.batch)
             grads = jax.tree.map(lambda g: g * num, grads)
@@ -122,7 +122,7 @@ class StepProgram:
             other = merge(trained, params, self.layout.trainable)
             at = state._replace(params=pad(other, self.layout.params, self.mesh))
             sums, totals = self.gradients(at, batch, loss_args)
-            return totals.mean().loss, self._mean_gradient(sums, totals, trained)
+            return totals.mean().loss, self.mean_gradient(sums, totals.inverse_weight, trained)
 
         @jax.custom_vjp
         def value_fn(trained: PyTree) -> jax.Array:
@@ -167,11 +167,10 @@ class StepProgram:
     def _step_key(self, state: TrainState, loss_args: Mapping[str, PyTree]) -> SliceKey:
         return SliceKey(state.rng, state.step, jnp.int32(0), dict(loss_args))
 
-    def _mean_gradient(self, grads: list[jax.Array], totals: WeightedSum, like: PyTree) -> PyTree:
-        """Summed gradient shards -> the mean gradient at master dtypes and true shapes, as the optimizer sees it."""
-        plan = self.layout.params
-        trained = [leaf for leaf, t in self._leaves() if t]
-        sub_plan = dataclasses.replace(plan, leaves=tuple(trained), treedef=jax.tree.structure(like))
-        grads = unpad(sub_plan.treedef.unflatten(grads), sub_plan, self.mesh)
-        scale = totals.inverse_weight
-        return jax.tree.map(lambda g, p: g.astype(p.dtype) * scale.astype(p.dtype), grads, like)
+    def mean_gradient(self, grads: list[jax.Array], factor: jax.Array, like: PyTree) -> PyTree:
+        """Gradient shards times `factor`, at master dtypes and true shapes, as the optimizer sees the gradient."""
+        plan = self.layout.trained_params
+        grads = unpad(plan.treedef.unflatten(grads), plan, self.mesh)
+        # A constant would be multiplied with the optimizer's own: other bits than where the host is handed the factor.
+        factor = jax.lax.optimization_barrier(factor)
+        return jax.tree.map(lambda g, p: g.astype(p.dtype) * factor.astype(p.dtype), grads, like)

@@ -1,0 +1,77 @@
+"""Whether the memory of a host suffices, before anything is placed there. Arithmetic on shapes, and what Linux says."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from zero2jax.base.tables import readable_bytes
+from zero2jax.zero.gradients import GradientSettings
+from zero2jax.zero.state import Layout
+
+MIB = 2**20
+
+
+def state_bytes(layout: Layout, mesh: Mesh) -> tuple[int, int]:
+    """(masters, optimizer state) that the host stores for one device, padding included."""
+    masters = sum(leaf.rest_bytes // leaf.num_model_shards(mesh) for leaf in layout.trained_params.leaves)
+    others = sum(leaf.rest_bytes // leaf.num_model_shards(mesh) for leaf in layout.opt_state.leaves)
+    return masters, others
+
+
+def transfer_bytes(settings: GradientSettings, mesh: Mesh) -> tuple[int, int]:
+    """(gradients that go down, parameters that come up) per device and step, padding included."""
+    down = up = 0
+    for i in settings.trained:
+        leaf = settings.plan.leaves[i]
+        size = math.prod(leaf.rest_shape) // leaf.num_model_shards(mesh)
+        size //= 1 if leaf.dim is None else leaf.num_shards
+        down += size * int(settings.gradient_dtype(i).itemsize)
+        up += size * int(settings.compute_dtype(i).itemsize)
+    return down, up
+
+
+def needed_bytes(layout: Layout, settings: GradientSettings, mesh: Mesh) -> int:
+    """What the devices of this process need on their host: the state, and a step's gradients and copies."""
+    per_device = sum(state_bytes(layout, mesh)) + sum(transfer_bytes(settings, mesh))
+    return per_device * len(mesh.local_devices)
+
+
+def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Memory that this process can still have: the host's, or what is left of its container's; None if nobody says."""
+    limits = []
+    try:
+        lines = (proc / "meminfo").read_text().splitlines()
+        limits += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        if limit != "max":
+            limits.append(int(limit) - int((cgroup / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass
+    return min(limits, default=None)
+
+
+def check_hosts(rows: Sequence[tuple[int, int]], hosts: Sequence[str]) -> None:
+    """Raise an error if the processes of a host need more than it has.
+
+    Args:
+      rows: (MiB needed, MiB available or -1) of each process.
+      hosts: the name of each process's host.
+
+    Raises:
+      ValueError: they do; says how much, and where.
+    """
+    for host in dict.fromkeys(hosts):
+        here = [row for row, name in zip(rows, hosts, strict=True) if name == host]
+        needed, available = sum(n for n, _ in here), min(a for _, a in here)
+        if 0 <= available < needed:
+            raise ValueError(
+                f"offloading to the memory of host {host}: masters, optimizer state, gradients and copies of its "
+                f"{len(here)} process(es) take {readable_bytes(needed * MIB)}, and {readable_bytes(available * MIB)} "
+                f"are available there. Use more hosts, a stage from 1 up (which shards the state), an optimizer with a "
+                f"smaller state, or no offloading."
+            )
