@@ -101,12 +101,18 @@ class OffloadedStep:
         program, layout = halves.program, functions.layout
         assert layout.host is not None
         self._functions, self._layout = functions, layout
-        self._halves = halves
         self._on_devices, self._on_host = replicated(program.mesh), replicated(layout.host)
         plan, everywhere = layout.trained_params, layout.abstract_state(program.mesh)
         kept, _ = _apart(everywhere, layout.trainable)
+
+        def step(
+            state: TrainState, copies: list[jax.Array], batch: PyTree, loss_args: Mapping[str, PyTree]
+        ) -> Reduced:
+            params = layout.params.treedef.unflatten(_joined(copies, state.params, layout.trainable))
+            return halves.reduced(state._replace(params=params), batch, loss_args)
+
         self._reduce = jax.jit(
-            self._joined,
+            step,
             out_shardings=Reduced(
                 sums=jax.tree.leaves(plan.shardings(program.mesh)),
                 handed=self._on_devices,  # type: ignore[arg-type]
@@ -177,13 +183,6 @@ class OffloadedStep:
         """The half that runs on the devices, lowered for a batch of these shapes; of `state` nothing is read."""
         there = self._functions.abstract_on_devices()
         return self._reduce.lower(*_apart(there, self._layout.trainable), batch, loss_args)  # type: ignore[no-any-return]
-
-    def _joined(
-        self, state: TrainState, copies: list[jax.Array], batch: PyTree, loss_args: Mapping[str, PyTree]
-    ) -> Reduced:
-        layout = self._layout
-        params = layout.params.treedef.unflatten(_joined(copies, state.params, layout.trainable))
-        return self._halves.reduced(state._replace(params=params), batch, loss_args)
 
 
 def _apart(state: TrainState, trainable: tuple[bool, ...]) -> tuple[TrainState, list[jax.Array]]:

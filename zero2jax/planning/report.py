@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from zero2jax.base.tables import aligned, readable_bytes
+from zero2jax.planning.offload_plan import OffloadPlan
 from zero2jax.planning.picture import Bar, Picture
 from zero2jax.planning.targets import Target
 from zero2jax.programs.audit import Audit, CollectiveRow
@@ -51,7 +52,8 @@ class PlanReport:
       compute_dtype: what parameters are cast to, `bfloat16` for instance.
       memory_fraction: part of the target's memory that the program may use.
       usable_bytes: memory that the program may use; None where the target's memory is not known.
-      by_class: memory by class, measured beside the formula.
+      by_class: memory by class, measured beside the formula; on the devices.
+      offload: what the host holds and exchanges with them; None if nothing is offloaded.
       audit: memory as the compiler allocates it, and the collectives.
       lifetimes: live bytes at each instruction of the schedule.
       timeline: the schedule at the target's rates.
@@ -71,6 +73,7 @@ class PlanReport:
     memory_fraction: float
     usable_bytes: int | None
     by_class: tuple[ClassRow, ...]
+    offload: OffloadPlan | None
     audit: Audit
     lifetimes: Lifetimes = dataclasses.field(repr=False)
     timeline: Timeline = dataclasses.field(repr=False)
@@ -96,7 +99,8 @@ class PlanReport:
     @property
     def host_bytes(self) -> int:
         """What is stored in host memory, counted apart."""
-        return max(self.audit.memory.host_bytes, self.lifetimes.host_bytes)
+        own = max(self.audit.memory.host_bytes, self.lifetimes.host_bytes)
+        return own + (0 if self.offload is None else self.offload.host_bytes)
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -155,6 +159,7 @@ class PlanReport:
             "total_bytes": self.total_bytes,
             "rest_bytes": self.rest_bytes,
             "host_bytes": self.host_bytes,
+            "offload": None if self.offload is None else self.offload.as_dict(),
             "alias_bytes": self.alias_bytes,
             "memory_bytes": self.target.memory_bytes,
             "memory_fraction": self.memory_fraction,
@@ -231,7 +236,7 @@ class PlanReport:
         rows.append(("packing by the compiler", "-", readable_bytes(packing), "-", "total less live bytes"))
         total = (readable_bytes(self.rest_bytes), readable_bytes(self.total_bytes))
         rows.append(("total", *total, "-", "the compiler's allocation"))
-        return aligned(rows, right=(1, 2, 3))
+        return [*aligned(rows, right=(1, 2, 3)), *(self.offload.lines() if self.offload else ())]
 
     def _largest_lines(self) -> list[str]:
         rows = [("largest at peak", "tensor", "class", "computed by", "in")]
