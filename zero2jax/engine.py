@@ -42,8 +42,9 @@ from zero2jax.processes.agreement import (
 from zero2jax.processes.progress import STEP_EVENT
 from zero2jax.programs.memory import MemoryReport, measure_memory
 from zero2jax.zero.compiled import Compiled, CompilerOptions
-from zero2jax.zero.gradients import GradientSettings
+from zero2jax.zero.gradient_settings import GradientSettings
 from zero2jax.zero.layer_dims import guess_layer_dims, layer_dims_of_loss
+from zero2jax.zero.loss_scale import ExhaustionWatch, LossScale
 from zero2jax.zero.precision import Precision
 from zero2jax.zero.settings import StepSettings
 from zero2jax.zero.state import (
@@ -80,6 +81,8 @@ class Engine:
       reduction: "mean" over the devices, or "sum": N times that; the reported loss is the mean.
       skip_nonfinite: leave parameters and optimizer state as they are, with `applied` False in the metrics, when the
         gradient norm is not finite.
+      loss_scale: of backward, a number being a static scale; steps whose gradients overflow are skipped. By default
+        dynamic with float16 in `precision`, else none.
       trainable: tree of booleans or predicate `(path, leaf) -> bool`; what is not trainable gets neither gradient
         nor optimizer state. By default every leaf is trained.
       param_specs: a PartitionSpec per parameter for mesh axes other than the data axis.
@@ -119,6 +122,7 @@ class Engine:
         clip_norm: float | None = None,
         reduction: str = "mean",
         skip_nonfinite: bool = False,
+        loss_scale: LossScale | float | None = None,
         trainable: PyTree | LeafPredicate | None = None,
         param_specs: PyTree | None = None,
         layer_dims: PyTree | None = None,
@@ -143,6 +147,7 @@ class Engine:
             clip_norm=clip_norm,
             reduction=reduction,
             skip_nonfinite=skip_nonfinite,
+            loss_scale=LossScale.of(loss_scale),
             gather=gather,
             seed=seed,
             axes=data_axes(mesh, axis_name, rest_over_replicas=shard_over_replicas),
@@ -163,6 +168,7 @@ class Engine:
         self._layer_dims = layer_dims
         self._compiler_options = compiler_options
         self._functions: Compiled | None = None
+        self._watch = ExhaustionWatch(self.settings.loss_scale)
         self._profile: tuple[Compiled, ActivationProfile] | None = None
 
     @property
@@ -270,12 +276,10 @@ class Engine:
                 self._check_host_memory()
                 placed = place_params(params, self.layout, self.mesh)
             opt_state = make_opt_state(self._tx, placed, self.layout, self.mesh)
-            first = lambda: (
-                jnp.zeros((), jnp.int32),
-                jax.random.key_data(jax.random.key(self.settings.seed)),
-            )
-            step, rng = jax.jit(first, out_shardings=(abstract.step.sharding, abstract.rng.sharding))()
-        return TrainState(step=step, params=placed, opt_state=opt_state, rng=rng)
+            first = functools.partial(self.layout.first_scalars, self.settings.seed)
+            step, rng, loss_scale = jax.jit(first, out_shardings=abstract.step.sharding)()
+        self._watch.forget()
+        return TrainState(step=step, params=placed, opt_state=opt_state, rng=rng, loss_scale=loss_scale)
 
     def step(
         self, state: TrainState, batch: PyTree, *, loss_args: LossArgs = None, **extra_args: Any
@@ -295,12 +299,14 @@ class Engine:
           batch; `grad_norm`, the global norm, and, with `clip_norm`, `grad_norm_clipped`, the norm after it;
           `learning_rate`, NaN if the optimizer's state does not show it (`optax.inject_hyperparams` does); `applied`,
           whether the update was; `weight`, the total weight; `aux`, what the loss function returned besides, if it did,
-          averaged; with `profile` in the activation settings, `activation_profile`, measured before the first step.
+          averaged; `loss_scale`, `num_skipped` and `loss_scale_exhausted` with a loss scale (`LossScale.after`);
+          `activation_profile`, measured before the first step, with `profile` in the activation settings.
 
         Raises:
           ValueError: the batch does not divide; the state has another structure or was donated; the loss is not a
             scalar; at the first step, processes were given different loss functions or optimizers (named).
           TypeError: the loss function takes other arguments.
+          LossScaleError: two steps before, gradients overflowed at the minimum loss scale.
         """
         # Processes compare how many steps they have begun.
         jax.monitoring.record_event(STEP_EVENT, num_devices=self.mesh.devices.size)
@@ -311,10 +317,14 @@ class Engine:
         profile = self._profiled(batch, loss_args) if wanted else None  # before the state is donated
         compiled, traced = self._compiled, is_traced(args)
         with self._running(traced):
+            if not traced:
+                self._watch.check()
             if not compiled.compared and spans_processes(self.mesh) and not traced:
                 expect_same_step(compiled.step.lower(*args))
                 compiled.compared = True
             state, metrics = (compiled.step_inside if traced else compiled.step)(*args)
+        if not traced:
+            self._watch.note(metrics)
         # said here: inside the step, jax_debug_nans would stumble over it
         if metrics["learning_rate"] is None:
             metrics["learning_rate"] = np.float32(np.nan)
@@ -453,6 +463,7 @@ class Engine:
             layer_dims=layer_dims,
             trainable=self._trainable,
             param_specs=self._param_specs,
+            loss_scale=self.settings.loss_scale,
             host=self._host,
         )
 
@@ -462,5 +473,5 @@ class Engine:
             tx=self._tx,
             mesh=self.mesh,
             layout=layout,
-            settings=GradientSettings(plan=layout.params, trainable=layout.trainable, step=self.settings),
+            settings=GradientSettings.of(layout, self.settings, self.mesh),
         )

@@ -90,7 +90,7 @@ LOADS = {
     ),
     "megatron_gpt_fp16": (
         {"train_batch_size": 512, "zero_optimization.stage": 1, "fp16.initial_scale_power": 11},
-        ["fp16.enabled"],
+        [],
         ["contiguous_gradients"],
     ),
     "neox_style": (
@@ -99,7 +99,7 @@ LOADS = {
             "optimizer.params.betas": (0.9, 0.95),
             "zero_optimization.overlap_comm": True,
         },
-        ["fp16.enabled", "wall_clock_breakdown"],
+        ["wall_clock_breakdown"],
         ["steps_per_print"],
     ),
     "nvme_infinity": (
@@ -110,7 +110,6 @@ LOADS = {
         },
         [
             "zero_optimization.offload_param.device",
-            "fp16.enabled",
             "flops_profiler.enabled",
             "zero_optimization.offload_optimizer.device",
         ],
@@ -128,7 +127,7 @@ LOADS = {
     ),
     "old_cpu_offload": (
         {"zero_optimization.offload_optimizer.device": "cpu", "fp16.loss_scale": 128.0},
-        ["fp16.enabled"],
+        [],
         ["cpu_offload_use_pin_memory is deprecated", "cpu_offload is deprecated", "torch_adam"],
     ),
     "stage2_with_stage3_leftovers": (
@@ -227,7 +226,6 @@ def test_hugging_face_file_resolves():
 
 
 LATER = {
-    "stage2_fp16_loss_scale",
     "stage3_offload_param",
 }
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.json"))
@@ -269,12 +267,15 @@ def test_config_trains_for_two_steps(name):
     }
     state = engine.init({"w": jnp.full((5, 3), 0.1), "b": jnp.zeros(3)})
     losses = []
-    for _ in range(2):
+    for _ in range(
+        2 if engine.settings.loss_scale is None else 5
+    ):  # the first scale overflows: steps are skipped
         state, metrics = engine.step(state, batch)
         losses.append(float(metrics["loss"]))
     assert np.isfinite(losses).all()
+    assert bool(metrics["applied"])
     if config.scheduler is None:
-        assert losses[1] < losses[0]
+        assert losses[-1] < losses[0]
         np.testing.assert_allclose(metrics["learning_rate"], engine_rate(config), rtol=1e-6)
 
 

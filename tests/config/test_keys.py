@@ -12,6 +12,8 @@ FROZEN = {
         train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer.type
         scheduler.type gradient_clipping communication_data_type bf16.enabled
         bf16.check_grad_overflow gradient_allreduce_op
+        fp16.enabled fp16.loss_scale fp16.initial_scale_power fp16.loss_scale_window
+        fp16.hysteresis fp16.consecutive_hysteresis fp16.min_loss_scale
         data_types.grad_accum_dtype data_types.param_dtype tensor_parallel zero_optimization.stage
         zero_optimization.reduce_bucket_size zero_optimization.allgather_bucket_size
         zero_optimization.overlap_comm zero_optimization.mics_shard_size
@@ -42,7 +44,7 @@ FROZEN = {
         zero_optimization.grad_hooks zero_optimization.offload_optimizer.pin_memory
         zero_optimization.offload_optimizer.fast_init
         zero_optimization.offload_optimizer.cpuadam_cores_perc optimizer.legacy_fusion zero_allow_untested_optimizer
-        zero_force_ds_cpu_optimizer bf16.immediate_grad_update data_types.buffer_dtype
+        zero_force_ds_cpu_optimizer fp16.auto_cast bf16.immediate_grad_update data_types.buffer_dtype
         prescale_gradients gradient_predivide_factor seq_parallel_communication_data_type
         sparse_gradients disable_allgather graph_harvesting
         steps_per_print log_level dataloader_drop_last vocabulary_size timers.throughput.enabled
@@ -52,8 +54,6 @@ FROZEN = {
         data_parallel_size nebula datastates_ckpt autotuning pipeline
     """,
     Treatment.NOT_YET: """
-        fp16.enabled fp16.auto_cast fp16.loss_scale fp16.initial_scale_power fp16.loss_scale_window
-        fp16.hysteresis fp16.consecutive_hysteresis fp16.min_loss_scale
         fp16.fp16_master_weights_and_grads
         zero_optimization.offload_optimizer.nvme_path
         zero_optimization.offload_optimizer.buffer_count

@@ -49,6 +49,22 @@ def test_dynamic_loss_scale_settings_are_checked_when_used(name):
     read_config({"fp16": {"enabled": True, "loss_scale": 128, name: 0}})
 
 
+@pytest.mark.parametrize(
+    ("block", "error"),
+    [
+        ({"initial_scale_power": 101}, "fp16.initial_scale_power = 101: must be at most 100"),
+        (
+            {"initial_scale_power": 2, "min_loss_scale": 8},
+            "fp16.min_loss_scale = 8: the first scale, 2 to the power",
+        ),
+        ({"loss_scale": 1e38}, "fp16.loss_scale = 1e+38: must be at most 2 ** 100"),
+    ],
+)
+def test_loss_scales_that_cannot_be_are_refused(block, error):
+    assert error in errors_of({"fp16": {"enabled": True, **block}})[0]
+    read_config({"fp16": {"enabled": False, **block}})
+
+
 def test_twin_flow_ratio_needs_stage_3():
     offload = {"device": "cpu", "ratio": 0.3}
     assert "needs stage 3" in errors_of(zero(stage=2, offload_optimizer=offload))[0]
@@ -202,10 +218,13 @@ def test_ignored_keys_are_named_once():
 @pytest.mark.parametrize(
     ("raw", "path"),
     [
-        ({"fp16": {"enabled": True}}, "fp16.enabled"),
         (
             zero(stage=3, offload_optimizer={"device": "cpu", "ratio": 0.5, "nvme_path": "/x"}),
             "zero_optimization.offload_optimizer.ratio",
+        ),
+        (
+            {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
+            "fp16.fp16_master_weights_and_grads",
         ),
         (zero(stage=2, offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer.device"),
         (zero(stage=3, zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
@@ -216,8 +235,6 @@ def test_ignored_keys_are_named_once():
         ({"flops_profiler": {"enabled": True, "profile_step": 3}}, "flops_profiler.enabled"),
         ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
-        ({"communication_data_type": "fp16"}, "communication_data_type"),
-        ({"data_types": {"grad_accum_dtype": "fp16"}}, "data_types.grad_accum_dtype"),
     ],
 )
 def test_not_yet_names_the_switch_only(raw, path):

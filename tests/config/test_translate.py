@@ -77,6 +77,7 @@ def test_whatever_a_step_has_the_engine_takes():
         "clip_norm": None,
         "reduction": "mean",
         "skip_nonfinite": False,
+        "loss_scale": None,
         "gather": "auto",
         "seed": 0,
         "shard_over_replicas": False,
@@ -99,6 +100,24 @@ def test_the_compute_dtype_has_one_home(dtype):
     assert check_config(config).effective["compute dtype"] == dtype
     expected = {"fp16": jnp.float16, "bf16": jnp.bfloat16, "fp32": jnp.float32}[dtype]
     assert translate(config, shards_from="").step.precision.compute_dtype == expected
+
+
+def test_the_fp16_block_becomes_a_loss_scale():
+    scale = lambda **raw: translate(read_config(raw), shards_from="").step.loss_scale
+    block = {"initial_scale_power": 40, "loss_scale_window": 7, "hysteresis": 3, "min_loss_scale": 4}
+    assert scale(fp16={"enabled": True}) == zero2jax.LossScale()
+    assert scale(fp16={"enabled": True, "consecutive_hysteresis": True, **block}) == zero2jax.LossScale(
+        initial=2.0**40, window=7, hysteresis=3, consecutive_hysteresis=True, minimum=4, maximum=2.0**40
+    )
+    assert scale(fp16={"enabled": True, "loss_scale": "128"}) == zero2jax.LossScale(
+        initial=128.0, dynamic=False
+    )
+    assert scale(bf16={"enabled": True}) is None
+    # fp16 sums of bf16 gradients need one as well
+    assert scale(bf16={"enabled": True}, communication_data_type="fp16") == zero2jax.LossScale()
+    raw = {"train_batch_size": 8, "fp16": {"enabled": True, "loss_scale": 128}}
+    words = check_config(read_config(raw)).effective
+    assert (words["loss scale"], words["non-finite gradients"]) == ("static 128", "the step is skipped")
 
 
 def test_no_configuration_means_the_default_one():

@@ -7,7 +7,7 @@ import pytest
 
 import zero2jax
 from zero2jax.programs.formulas import CLASSES, GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, class_formulas
-from zero2jax.zero.gradients import GradientSettings
+from zero2jax.zero.gradient_settings import GradientSettings
 
 N, LAYERS, WIDTH = 4, 3, 8
 P = jax.sharding.PartitionSpec
@@ -31,9 +31,8 @@ def formulas(**settings):
     )
     engine.abstract_state(SHAPES)
     layout = engine.layout
-    return class_formulas(
-        layout, GradientSettings(layout.params, layout.trainable, engine.settings), engine.mesh
-    )
+    settings = GradientSettings.of(layout, engine.settings, engine.mesh)
+    return class_formulas(layout, settings, engine.mesh)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

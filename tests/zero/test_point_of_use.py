@@ -9,6 +9,8 @@ over 3 devices: about log2(6 * 4 * 5) = 7 roundings of 2**-24 of addends that ar
 Where a case casts to fp16, a gradient of at most 0.1 is rounded to 2**-11 of itself, once per device: 2e-4.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +22,7 @@ from loss_cases import CASES, KEY, LAYERS, STACK, WIDTH, W, X, layer, over_layer
 import zero2jax
 from zero2jax.base import jaxprs, losses
 from zero2jax.zero import gradients, point_of_use
-from zero2jax.zero.gradients import GradientSettings
+from zero2jax.zero.gradient_settings import GradientSettings
 from zero2jax.zero.layer_dims import scan_depths
 from zero2jax.zero.settings import StepSettings
 
@@ -48,7 +50,10 @@ def settings_of(loss, params, stage, gather_once, num_shards=NUM_SHARDS):
     plan = zero2jax.make_shard_plan(params, num_shards, layer_dims=depths)
     trainable = tuple(bool(jnp.issubdtype(leaf.dtype, jnp.floating)) for leaf in plan.leaves)
     return GradientSettings(
-        plan, trainable, StepSettings(stage=stage, gather="once" if gather_once else "use", precision=FP32)
+        plan,
+        trainable,
+        StepSettings(stage=stage, gather="once" if gather_once else "use", precision=FP32),
+        num_shards,
     )
 
 
@@ -255,7 +260,7 @@ def test_a_stack_sharded_on_the_scanned_dim_is_gathered_whole_with_a_warning():
     loss, params = CASES["scan"]
     plan = zero2jax.make_shard_plan(params, 2)  # layer_dims unknown: 4 layers divide by 2, and 5 does not
     assert plan.leaves[0].dim == 0
-    settings = GradientSettings(plan, (True,), StepSettings(gather="use", precision=FP32))
+    settings = GradientSettings(plan, (True,), StepSettings(gather="use", precision=FP32), NUM_SHARDS)
     with pytest.warns(UserWarning, match="'stack' is scanned over, and its shards do not hold whole layers"):
         grads, _ = sharded_gradients(loss, params, X, settings)
     exact = jax.grad(loss)(params, X)["stack"]
@@ -306,11 +311,8 @@ def test_gradients_are_reduced_in_the_dtype_of_the_port(mode):
     for reduce_dtype, expected in ((None, jnp.bfloat16), (jnp.float32, jnp.float32)):
         settings = settings_of(loss, params, stage, once)
         precision = zero2jax.Precision(reduce_dtype=reduce_dtype)
-        settings = GradientSettings(
-            settings.plan,
-            settings.trainable,
-            StepSettings(stage=stage, gather="once" if once else "use", precision=precision),
-        )
+        step = StepSettings(stage=stage, gather="once" if once else "use", precision=precision)
+        settings = dataclasses.replace(settings, step=step)
         batch = jnp.asarray(X, jnp.bfloat16)
         found = count_primitives(
             jax.make_jaxpr(lambda p, x, s=settings: sharded_gradients(loss, p, x, s))(params, batch)
@@ -325,7 +327,7 @@ def test_a_leaf_that_is_kept_in_fp32_is_reduced_in_fp32(mode):
     settings = settings_of(loss, params, *MODES[mode])
     precision = zero2jax.Precision(keep_fp32=lambda path, leaf: path == "bias")
     step = StepSettings(stage=settings.step.stage, gather="use", precision=precision)
-    settings = GradientSettings(settings.plan, settings.trainable, step)
+    settings = dataclasses.replace(settings, step=step)
 
     def mixed(p, x):
         return loss({"stack": p["stack"].astype(jnp.float32), "bias": p["bias"]}, x)

@@ -39,12 +39,14 @@ class SliceKey(NamedTuple):
       step: int32 scalar, number of the step.
       slice_index: int32 scalar, number of the slice of the batch: device x K + microbatch.
       loss_args: arrays that are not per example, by name, the same for every slice.
+      loss_scale: float32 scalar that the loss is multiplied by for backward; None for 1. No loss function sees it.
     """
 
     data: jax.Array
     step: jax.Array
     slice_index: jax.Array
     loss_args: Mapping[str, PyTree] | None = None
+    loss_scale: jax.Array | None = None
 
     def key(self) -> jax.Array:
         """The key: differs by step, device and microbatch, and not by stage."""

@@ -32,7 +32,7 @@ class StateLeaf:
     """A leaf of the state as an engine stores it between steps.
 
     Attributes:
-      name: `params/blocks/w`, `opt_state/0/mu/blocks/w`, `step`, `rng`.
+      name: `params/blocks/w`, `opt_state/0/mu/blocks/w`, `step`, `rng`, `loss_scale/scale`.
       shape: true shape.
       rest: shape with padding, dtype and sharding.
       trainable: for a parameter, whether it is trained.
@@ -67,9 +67,15 @@ def state_leaves(layout: Layout, mesh: jax.sharding.Mesh) -> list[StateLeaf]:
     Raises:
       CheckpointError: two leaves have the same name, as with keys that hold a slash.
     """
-    abstract = jax.tree_util.tree_leaves_with_path(layout.abstract_state(mesh))
-    key_shape = abstract[-1][1].shape
-    shapes = [(), *[x.shape for x in (*layout.params.leaves, *layout.opt_state.leaves)], key_shape]
+    state = layout.abstract_state(mesh)
+    abstract = jax.tree_util.tree_leaves_with_path(state)
+    scalars = [() for _ in jax.tree.leaves(state.loss_scale)]
+    shapes = [
+        (),
+        *[x.shape for x in (*layout.params.leaves, *layout.opt_state.leaves)],
+        state.rng.shape,
+        *scalars,
+    ]
     trainable = [None, *layout.trainable, *[None] * (len(shapes) - 1 - len(layout.trainable))]
     names = [path_string(path) for path, _ in abstract]
     twice = sorted({name for name in names if names.count(name) > 1})

@@ -220,6 +220,9 @@ def _effective(settings: EngineSettings, num_devices: int | None) -> dict[str, s
     if config.bf16.enabled:
         applied = "the step is skipped" if step.skip_nonfinite else "the step is applied"
         effective["non-finite gradients"] = applied
+    if step.loss_scale is not None:
+        effective["loss scale"] = step.loss_scale.words
+        effective["non-finite gradients"] = "the step is skipped"
     for name, value in settings.compiler_options("gpu", _NO_CAP).items():
         at_most = "at most the model, " if name.endswith("_bytes") else ""
         effective[f"on GPUs: {name}"] = f"{at_most}{shown(value)}"

@@ -40,7 +40,6 @@ _DIVISION = "without reduce-scatter the mean is the same, only the order of the 
 _TORCH = "chooses between torch implementations of the same update"
 _WITH_OFFLOAD = "with the offload device"
 _WITH_NVME = "with the offload device nvme"
-_WITH_FP16 = "with fp16 loss scaling"
 _WITH_MONITOR = "with this monitor"
 _CHECKPOINT = "the step writes no checkpoint"
 _OTHER = "changes the training itself and has no counterpart"
@@ -58,6 +57,13 @@ _IMPLEMENTED = {
             "communication_data_type": "dtype of the gradient reduction; null follows fp16/bf16, else fp32",
             "bf16.enabled": "bf16 compute over fp32 masters; false and no fp16: plain fp32",
             "bf16.check_grad_overflow": "a step whose gradients are not finite is skipped",
+            "fp16.enabled": "fp16 compute over fp32 masters, with a loss scale",
+            "fp16.loss_scale": "0 is dynamic scaling, a number a static scale",
+            "fp16.initial_scale_power": "the first scale is 2 to this power",
+            "fp16.loss_scale_window": "steps without overflow until the scale doubles",
+            "fp16.hysteresis": "how many overflows until one halves the scale",
+            "fp16.consecutive_hysteresis": "every step without overflow forgets those before it",
+            "fp16.min_loss_scale": "an overflow there is a zero2jax.LossScaleError, two steps later",
             "gradient_allreduce_op": "mean over the devices, or sum of their means",
             "data_types.grad_accum_dtype": "dtype of the gradient accumulator, every stage; null = fp32",
             "data_types.param_dtype": "must agree with fp16 and bf16",
@@ -197,6 +203,7 @@ _NO_EFFECT = {
             "scheduler.params.last_batch_iteration": "the step count is part of the state",
             "zero_allow_untested_optimizer": "any optax transformation is right under any stage",
             "zero_force_ds_cpu_optimizer": _TORCH,
+            "fp16.auto_cast": "a loss function casts its batch itself, to the dtype of the parameters it gets",
             "bf16.immediate_grad_update": "gradients join the accumulator in the backward pass as compiled",
             "data_types.buffer_dtype": "arrays that are no parameters keep their dtype",
             "prescale_gradients": _DIVISION,
@@ -231,21 +238,6 @@ _NO_EFFECT = {
 }
 
 _NOT_YET = {
-    **_table(
-        Treatment.NOT_YET,
-        {
-            "enabled": "fp16 loss scaling",
-            "auto_cast": _WITH_FP16,
-            "loss_scale": _WITH_FP16,
-            "initial_scale_power": _WITH_FP16,
-            "loss_scale_window": _WITH_FP16,
-            "hysteresis": _WITH_FP16,
-            "consecutive_hysteresis": _WITH_FP16,
-            "min_loss_scale": _WITH_FP16,
-            "fp16_master_weights_and_grads": _WITH_FP16,
-        },
-        "fp16.",
-    ),
     **_table(
         Treatment.NOT_YET,
         {
@@ -285,6 +277,7 @@ _NOT_YET = {
         Treatment.NOT_YET,
         {
             "bf16.bf16_master_weights_and_grads": "no fp32 masters",
+            "fp16.fp16_master_weights_and_grads": "no fp32 masters",
             "bf16.bf16_optimizer_states": "bf16 optimizer state",
             "wall_clock_breakdown": "time of each phase",
             "memory_breakdown": "memory lines",

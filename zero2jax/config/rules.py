@@ -14,7 +14,6 @@ from zero2jax.config.values import Report, shown
 
 _SWITCHES = ("enabled", "device")
 _SWITCHED = (
-    "fp16",
     "flops_profiler",
     "tensorboard",
     "csv_monitor",
@@ -104,6 +103,16 @@ def _precision_rules(config: Config, report: Report) -> None:
                 report.error(
                     f"fp16.{name}", value, "must be at least 1 with dynamic loss scaling", "Raise it."
                 )
+        power, minimum = config.fp16.initial_scale_power, config.fp16.min_loss_scale
+        if power > 100:
+            report.error("fp16.initial_scale_power", power, "must be at most 100", "The default is 16.")
+        elif 2**power < minimum and report.sound("fp16.min_loss_scale"):
+            rule = f"the first scale, 2 to the power of initial_scale_power = {power}, must not be below it"
+            report.error("fp16.min_loss_scale", minimum, rule, "Lower it, or raise initial_scale_power.")
+    elif config.fp16.enabled and config.fp16.loss_scale > 2.0**100:
+        report.error(
+            "fp16.loss_scale", config.fp16.loss_scale, "must be at most 2 ** 100", "0 is dynamic scaling."
+        )
 
 
 def _reduction_rules(config: Config, report: Report) -> None:
@@ -181,8 +190,8 @@ def not_yet(config: Config) -> list[str]:
     """What this configuration asks for and the engine cannot do yet, a line per key path.
 
     >>> from zero2jax.config.reading import load_config
-    >>> not_yet(load_config({"train_batch_size": 8, "fp16": {"enabled": True}}))
-    ['fp16.enabled = true: fp16 loss scaling']
+    >>> not_yet(load_config({"train_batch_size": 8, "dump_state": True}))
+    ['dump_state = true: print of the state at the start']
     """
     return [line for _, line in _not_yet(config)]
 
@@ -203,8 +212,8 @@ def _not_yet(config: Config) -> Iterator[tuple[str, str]]:
         if KEYS[path].treatment is not Treatment.NOT_YET or (block in _SWITCHED and name not in _SWITCHES):
             continue
         asked = value != default
-        if block == "bf16":
-            asked = config.bf16.enabled and asked
+        if block in ("bf16", "fp16"):
+            asked = getattr(config, block).enabled and asked
         elif block == "zero_optimization.offload_optimizer":
             asked = asked and offload_device(config) != "none" and name in ("ratio", "super_offload")
         elif block == "zero_optimization.offload_param":
@@ -214,13 +223,6 @@ def _not_yet(config: Config) -> Iterator[tuple[str, str]]:
     if offload_device(config) == "nvme":
         path = "zero_optimization.offload_optimizer.device"
         yield path, f"{path} = 'nvme': optimizer state on local disks"
-    if config.communication_data_type == "fp16" and not config.fp16.enabled:
-        yield "communication_data_type", "communication_data_type = 'fp16': fp16 gradient reduction"
-    if config.data_types.grad_accum_dtype == "fp16":
-        yield (
-            "data_types.grad_accum_dtype",
-            "data_types.grad_accum_dtype = 'fp16': fp16 sums without a loss scale",
-        )
 
 
 def offload_device(config: Config) -> str:

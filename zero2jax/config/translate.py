@@ -14,9 +14,10 @@ from zero2jax.base.mesh import MODEL_AXIS, DataAxes
 from zero2jax.base.pytrees import LeafPredicate
 from zero2jax.config.compiler_options import Option, compiler_options
 from zero2jax.config.rules import offload_device
-from zero2jax.config.schema import ActivationCheckpointing, Config
+from zero2jax.config.schema import FP16, ActivationCheckpointing, Config
 from zero2jax.config.values import ConfigError
 from zero2jax.offload.settings import OffloadSettings
+from zero2jax.zero.loss_scale import LossScale
 from zero2jax.zero.precision import Precision
 from zero2jax.zero.settings import StepSettings
 
@@ -97,12 +98,30 @@ def translate(
         clip_norm=config.gradient_clipping or None,
         reduction=config.gradient_allreduce_op,
         skip_nonfinite=config.bf16.enabled and config.bf16.check_grad_overflow,
+        loss_scale=_loss_scale(config.fp16),
         gather=gather,
         seed=seed,
         axes=axes,
     )
     offload = None if offload_device(config) == "none" else OffloadSettings()
     return EngineSettings(config=config, step=step, offload=offload, activations=activations_of(config))
+
+
+def _loss_scale(block: FP16) -> LossScale | None:
+    """What the `fp16` block asks for; None without it (float16 elsewhere brings a scale of its own)."""
+    if not block.enabled:
+        return None
+    if block.loss_scale:
+        return LossScale.of(block.loss_scale)
+    initial = 2.0**block.initial_scale_power
+    return LossScale(
+        initial=initial,
+        window=block.loss_scale_window,
+        hysteresis=block.hysteresis,
+        consecutive_hysteresis=block.consecutive_hysteresis,
+        minimum=block.min_loss_scale,
+        maximum=max(initial, LossScale.maximum),
+    )
 
 
 def batch_of(config: Config, num_shards: int | None, shards_from: str) -> tuple[int | None, int]:

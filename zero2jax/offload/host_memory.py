@@ -7,7 +7,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from zero2jax.base.tables import readable_bytes
-from zero2jax.zero.gradients import GradientSettings
+from zero2jax.zero.gradient_settings import GradientSettings
 from zero2jax.zero.state import Layout
 
 MIB = 2**20

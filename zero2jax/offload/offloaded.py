@@ -103,7 +103,7 @@ class OffloadedStep:
         self._functions, self._layout = functions, layout
         self._on_devices, self._on_host = replicated(program.mesh), replicated(layout.host)
         plan, everywhere = layout.trained_params, layout.abstract_state(program.mesh)
-        kept, _ = _apart(everywhere, layout.trainable)
+        kept, _ = _apart(everywhere._replace(opt_state=()), layout.trainable)
 
         def step(
             state: TrainState, copies: list[jax.Array], batch: PyTree, loss_args: Mapping[str, PyTree]
@@ -116,9 +116,7 @@ class OffloadedStep:
             out_shardings=Reduced(
                 sums=jax.tree.leaves(plan.shardings(program.mesh)),
                 handed=self._on_devices,  # type: ignore[arg-type]
-                step=self._on_devices,  # type: ignore[arg-type]
-                frozen=[x.sharding for x in kept.params],
-                rng=self._on_devices,  # type: ignore[arg-type]
+                kept=jax.tree.map(lambda x: x.sharding, kept),
                 metrics=self._on_devices,  # type: ignore[arg-type]
             ),
             donate_argnums=0,
@@ -166,9 +164,9 @@ class OffloadedStep:
         if rate is not None:
             (rate,) = moved([rate], [self._on_devices])
         params = layout.params.treedef.unflatten(
-            _joined(jax.tree.leaves(trained), reduced.frozen, layout.trainable)
+            _joined(jax.tree.leaves(trained), reduced.kept.params, layout.trainable)
         )
-        new = state._replace(step=reduced.step, params=params, opt_state=opt_state, rng=reduced.rng)
+        new = reduced.kept._replace(params=params, opt_state=opt_state)
         return new, reduced.metrics | {"learning_rate": rate}
 
     def _at_home(self, state: TrainState) -> tuple[PyTree, PyTree]:

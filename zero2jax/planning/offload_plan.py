@@ -7,7 +7,7 @@ from zero2jax.base.tables import readable_bytes
 from zero2jax.engine import Engine
 from zero2jax.offload.host_memory import state_bytes, transfer_bytes
 from zero2jax.planning.targets import Target
-from zero2jax.zero.gradients import GradientSettings
+from zero2jax.zero.gradient_settings import GradientSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from zero2jax.programs.hlo import Collective
 from zero2jax.programs.liveness import walk
 from zero2jax.programs.overlap import Rates, simulate
 from zero2jax.programs.reductions import repeated_reductions
-from zero2jax.zero.gradients import GradientSettings
+from zero2jax.zero.gradient_settings import GradientSettings
 
 _WORDS = {"f32": "fp32", "f64": "fp64"}
 
@@ -213,7 +213,7 @@ def compile_plan(step: LoweredPlan) -> PlanReport:
 def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanReport:
     engine, settings, target = step.engine, step.settings, step.settings.target
     layout = engine.layout
-    of_gradients = GradientSettings(plan=layout.params, trainable=layout.trainable, step=engine.settings)
+    of_gradients = GradientSettings.of(layout, engine.settings, engine.mesh)
     read = audit(compiled, mesh=engine.mesh, devices_per_host=settings.devices_per_host)
 
     def over_data(c: Collective) -> bool:

@@ -21,7 +21,7 @@ import math
 from jax.sharding import Mesh
 
 from zero2jax.base.mesh import axis_size
-from zero2jax.zero.gradients import GradientSettings
+from zero2jax.zero.gradient_settings import GradientSettings
 from zero2jax.zero.shard_plan import LeafPlan, ShardPlan
 from zero2jax.zero.state import Layout
 

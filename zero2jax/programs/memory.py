@@ -18,7 +18,7 @@ from zero2jax.base.tables import aligned
 from zero2jax.programs.formulas import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, Formula, class_formulas
 from zero2jax.programs.groups import axis_names
 from zero2jax.programs.hlo import Collective, collectives
-from zero2jax.zero.gradients import GradientSettings
+from zero2jax.zero.gradient_settings import GradientSettings
 from zero2jax.zero.state import Layout, TrainState
 
 IN_STEP = f"{PARAMETERS} in the step"

@@ -36,13 +36,15 @@ The files, in reading order. The first five are the idea:
   3 point_of_use  the loss evaluated with stand-ins: each parameter is gathered where it is used
   4 gradients     the four stages, and microbatches
   5 step          one training step; plain optax on global arrays
+    prepare       the mean gradient's norm, verdict and clipping
+    loss_scale    float16: the scale of backward, and steps that overflow
     layer_picks   layers taken out of a stack, or put into one: done to shards
     regather      operations with a body of their own, and loops' constants, at stage 3
     tracing       the loss as a jaxpr, without the mesh
     state         what is at rest, and how it gets there without a full copy
     compiled      the step, evaluations and full parameters of one layout, jitted; donation
     layer_dims    which leading dims are layers: read from the loss, or guessed
-    precision, settings   dtypes; everything that is fixed about a step
+    precision, settings, gradient_settings   dtypes; everything that is fixed about a step
     shard_optimizer       the other way in: an optax wrapper for a step of your own
 
 Imports `base` alone. Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models,

@@ -47,6 +47,7 @@ class Use:
       grad_dtype: dtype in which its gradient is summed over the devices.
       axis_name: axis to gather and reduce over.
       layer_dims: leading dims that `by_layer` loops over.
+      prescale: factor of the gradient before it is summed.
       gathered: the source is full already, and only gradients are still to be reduced.
     """
 
@@ -59,6 +60,7 @@ class Use:
     grad_dtype: Any
     axis_name: str
     layer_dims: int = 0
+    prescale: float = 1.0
     gathered: bool = False
 
     @property
@@ -69,7 +71,7 @@ class Use:
         return dataclasses.replace(self, dim=dim, placement=self.placement[1:], layer_dims=layer_dims)
 
 
-def use_of_leaf(leaf: LeafPlan, dtype: Any, grad_dtype: Any, axis_name: str) -> Use:
+def use_of_leaf(leaf: LeafPlan, dtype: Any, grad_dtype: Any, axis_name: str, prescale: float = 1.0) -> Use:
     """The `Use` of a leaf of a plan."""
     return Use(
         path=leaf.path,
@@ -80,6 +82,7 @@ def use_of_leaf(leaf: LeafPlan, dtype: Any, grad_dtype: Any, axis_name: str) -> 
         dtype=dtype,
         grad_dtype=grad_dtype,
         axis_name=axis_name,
+        prescale=prescale,
         layer_dims=0 if leaf.dim is None else leaf.layer_dims,  # what is replicated needs no loop
     )
 
@@ -95,6 +98,8 @@ def gather(use: Use, source: jax.Array) -> jax.Array:
 
 def reduce_grad(use: Use, grad: jax.Array) -> jax.Array:
     """This device's shard of the sum of a full gradient over the devices; its padding is 0."""
+    if use.prescale != 1.0:
+        grad = grad.astype(jnp.promote_types(grad.dtype, jnp.float32)) * use.prescale
     grad = grad.astype(use.grad_dtype)
     if use.dim is None:
         return psum(grad, use.axis_name, use.placement)

@@ -23,85 +23,23 @@ import jax
 import jax.numpy as jnp
 
 from zero2jax.base.losses import Loss, SliceKey, WeightedSum
-from zero2jax.base.mesh import DataAxes
 from zero2jax.base.pytrees import PyTree
 from zero2jax.zero import exchange
-from zero2jax.zero.exchange import Use, by_layer, gather, reduce_grad, use_of_leaf
+from zero2jax.zero.exchange import Use, by_layer, gather, reduce_grad
+from zero2jax.zero.gradient_settings import GradientSettings
 from zero2jax.zero.point_of_use import Standin, evaluate
-from zero2jax.zero.precision import Precision
-from zero2jax.zero.settings import StepSettings
-from zero2jax.zero.shard_plan import ShardPlan
 from zero2jax.zero.tracing import trace_loss, warn_of_wide_products
 
 Gradient = tuple[list[jax.Array], WeightedSum]
 """Weight x gradient of each trainable leaf, and the loss terms."""
 
 
-@dataclasses.dataclass(frozen=True)
-class GradientSettings:
-    """What is fixed about the gradients when a step is built.
-
-    Attributes:
-      plan: where the parameters are stored.
-      trainable: per leaf, whether it has a gradient.
-      step: the settings of the step.
-    """
-
-    plan: ShardPlan
-    trainable: tuple[bool, ...]
-    step: StepSettings
-
-    @property
-    def axes(self) -> DataAxes:
-        """The mesh axes that hold different examples."""
-        return self.step.axes
-
-    @property
-    def precision(self) -> Precision:
-        """The dtypes of the step."""
-        return self.step.precision
-
-    @property
-    def axis_name(self) -> str:
-        """The data axis."""
-        return self.axes.shard
-
-    @property
-    def trained(self) -> list[int]:
-        """The indices of the trainable leaves."""
-        return [i for i, trainable in enumerate(self.trainable) if trainable]
-
-    def compute_dtype(self, i: int) -> Any:
-        """The dtype in which the loss sees leaf `i`."""
-        leaf = self.plan.leaves[i]
-        return self.precision.compute(leaf) if self.trainable[i] else leaf.dtype
-
-    def gradient_dtype(self, i: int) -> Any:
-        """The dtype in which a step's gradient of leaf `i` is kept until the optimizer sees it."""
-        leaf, accumulated = self.plan.leaves[i], self.step.num_microbatches > 1
-        return self.precision.accumulate(leaf) if accumulated else self.precision.reduce(leaf)
-
-    @property
-    def uses(self) -> list[Use]:
-        """How each leaf is gathered for the loss, and its gradient reduced."""
-        return [
-            use_of_leaf(leaf, self.compute_dtype(i), self.precision.reduce(leaf), self.axis_name)
-            for i, leaf in enumerate(self.plan.leaves)
-        ]
-
-    @property
-    def compute_shapes(self) -> PyTree:
-        """The parameters as the loss function sees them."""
-        leaves = self.plan.leaves
-        return self.plan.treedef.unflatten(
-            [jax.ShapeDtypeStruct(leaf.shape, self.compute_dtype(i)) for i, leaf in enumerate(leaves)]
-        )
-
-
 def local_gradients(
     loss: Loss, settings: GradientSettings, params: PyTree, batch: PyTree, rng: SliceKey
 ) -> Gradient:
     """Sums over all devices and microbatches of weight x gradient, and of the weighted loss terms.
+
+    With a loss scale that of the gradients is a mean, times the scale: sums of weights might leave float16's range.
 
     Args:
       loss: from `losses.normalized`.
@@ -131,7 +69,7 @@ def _full_gradients(
         full = list(params)
         for i, x in zip(trained, values, strict=True):
             full[i] = x
-        return _evaluated(_weighted(loss), settings, full, batch, rng, regather=False)
+        return _scaled(_evaluated(_weighted(loss), settings, full, batch, rng, regather=False), settings, rng)
 
     def gradient(batch: PyTree, rng: SliceKey) -> Gradient:
         values = [params[i] for i in trained]
@@ -155,7 +93,10 @@ def _gradients_at_use(
         port_of = dict(zip(trained, ports, strict=True))
         pairs = enumerate(zip(uses, sources, strict=True))
         standins = [Standin(use, x, port_of.get(i)) for i, (use, x) in pairs]
-        return _evaluated(_weighted(loss), settings, standins, batch, rng, regather=settings.step.stage == 3)
+        regather = settings.step.stage == 3
+        return _scaled(
+            _evaluated(_weighted(loss), settings, standins, batch, rng, regather=regather), settings, rng
+        )
 
     def gradient(batch: PyTree, rng: SliceKey) -> Gradient:
         ports = [jnp.zeros(shards[i].shape, uses[i].grad_dtype) for i in trained]
@@ -171,6 +112,16 @@ def _weighted(loss: Loss) -> Callable[..., tuple[jax.Array, WeightedSum]]:
         return terms.loss, terms
 
     return weighted
+
+
+def _scaled(
+    result: tuple[jax.Array, WeightedSum], settings: GradientSettings, rng: SliceKey
+) -> tuple[jax.Array, WeightedSum]:
+    """What is differentiated: the weighted loss, or, with a loss scale, the scale times it over the mean weight."""
+    value, terms = result
+    if rng.loss_scale is None:
+        return result
+    return value * (rng.loss_scale / settings.mean_weight(terms)).astype(value.dtype), terms
 
 
 def _over_microbatches(
@@ -190,12 +141,18 @@ def _over_microbatches(
     def step(total: list[jax.Array], inputs: Any) -> Gradient:
         i, part = inputs
         grads, terms = gradient(part, rng._replace(slice_index=first + i))
+        if rng.loss_scale is not None:  # each is a mean
+            weight = settings.mean_weight(terms)
+            grads = [g.astype(t.dtype) * weight.astype(t.dtype) for t, g in zip(total, grads, strict=True)]
         return [t + g.astype(t.dtype) for t, g in zip(total, grads, strict=True)], terms
 
     dtypes = [settings.gradient_dtype(i) for i in settings.trained]
     zeros = [jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     grads, stacked = jax.lax.scan(step, zeros, (jnp.arange(num), slices))
-    return grads, stacked.over_microbatches()
+    terms = stacked.over_microbatches()
+    if rng.loss_scale is not None:
+        grads = [g / settings.mean_weight(terms).astype(g.dtype) for g in grads]
+    return grads, terms
 
 
 def local_loss(

@@ -20,7 +20,7 @@ _SHORT_NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "fp16"
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """The dtypes of a step: bf16, fp32 or float64, by dtype or by name (`"bf16"`). An engine does not take fp16 yet.
+    """The dtypes of a step: bf16, fp16, fp32 or float64, by dtype or by name (`"bf16"`). fp16 brings a `LossScale`.
 
     Attributes:
       compute_dtype: what the loss function sees of a floating parameter; bf16, or fp32 for plain training.
@@ -45,19 +45,15 @@ class Precision:
 
     @classmethod
     def of(cls, value: "Precision | DTypeLike | None") -> "Precision":
-        """The precision of an engine: as it is given; for a dtype by itself, computing in it; for None, the default.
-
-        Raises:
-          ValueError: it has float16, whose range the sums of weighted gradients leave.
-        """
+        """The precision of an engine: as it is given; for a dtype by itself, computing in it; for None, the default."""
         if not isinstance(value, Precision):
             value = cls() if value is None else cls(compute_dtype=value)
-        if jnp.dtype(jnp.float16).name in value.names:
-            raise ValueError(
-                f"reading the precision: {value} has float16, in which gradients overflow without loss scaling, and "
-                f"there is none yet. Use bfloat16, or float32 where there is no bfloat16."
-            )
         return value
+
+    @property
+    def has_float16(self) -> bool:
+        """Whether gradients pass through float16, whose range needs a loss scale."""
+        return jnp.dtype(jnp.float16).name in self.names
 
     @property
     def names(self) -> list[str | None]:
@@ -93,7 +89,7 @@ def _checked_dtype(name: str, value: Any) -> Any:
     if dtype == jnp.float64:
         reason = "float64 needs jax.config.update('jax_enable_x64', True), before the first array is made"
     else:
-        reason = "it is bfloat16, float32 or float64, or one of 'bf16', 'fp32', 'fp64'"
+        reason = "it is bfloat16, float16, float32 or float64, or one of 'bf16', 'fp16', 'fp32', 'fp64'"
     raise ValueError(f"reading the precision: {name} is {value!r}; {reason}.")
 
 

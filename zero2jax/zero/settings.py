@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 from zero2jax.base.mesh import DataAxes
+from zero2jax.zero.loss_scale import LossScale
 from zero2jax.zero.precision import Precision
 
 
@@ -26,6 +27,7 @@ class StepSettings:
       skip_nonfinite: leave the state as it is when the gradient norm is not finite.
       gather: "auto", "use" or "once".
       seed: seed of the keys that the loss function gets.
+      loss_scale: how the loss is scaled for backward; None for not at all, or, with float16 anywhere, dynamically.
       axes: the mesh axes that hold different examples, and those that the state is sharded over.
 
     Raises:
@@ -41,6 +43,7 @@ class StepSettings:
     skip_nonfinite: bool = False
     gather: str = "auto"
     seed: int = 0
+    loss_scale: LossScale | None = None
     axes: DataAxes = dataclasses.field(default_factory=DataAxes)
 
     def __post_init__(self) -> None:
@@ -55,6 +58,8 @@ class StepSettings:
             )
         if self.reduction not in ("mean", "sum"):
             raise ValueError(f"building the engine: reduction is {self.reduction!r}; it is 'mean' or 'sum'.")
+        if self.precision.has_float16 and self.loss_scale is None:
+            object.__setattr__(self, "loss_scale", LossScale())
         if self.gather not in ("auto", "use", "once") or (self.gather == "once" and self.stage != 2):
             raise ValueError(
                 f"building the engine: gather is {self.gather!r} at stage {self.stage}. It is 'auto', 'use' or "
@@ -78,4 +83,6 @@ class StepSettings:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         clip_norm = None if self.clip_norm is None else float(self.clip_norm)
         axes = dataclasses.asdict(self.axes)
-        return {**values, "precision": self.precision.names, "clip_norm": clip_norm, "axes": axes}
+        scale = None if self.loss_scale is None else dataclasses.asdict(self.loss_scale)
+        plain = {"precision": self.precision.names, "clip_norm": clip_norm, "axes": axes, "loss_scale": scale}
+        return {**values, **plain}

@@ -28,6 +28,7 @@ from zero2jax.base.pytrees import (
 )
 from zero2jax.base.transformation import refuse_multi_steps
 from zero2jax.zero.exchange import pad_to
+from zero2jax.zero.loss_scale import LossScale, LossScaleState
 from zero2jax.zero.precision import master_dtype
 from zero2jax.zero.shard_plan import LeafPlan, ShardPlan, check_model_axes, make_shard_plan, plan_like
 
@@ -41,12 +42,14 @@ class TrainState(NamedTuple):
         parameters; padded and sharded as the layout's plan says.
       opt_state: state of the optax transformation, each leaf padded and sharded by its own shape.
       rng: raw key data (uint32) from which every step's keys are derived; replicated.
+      loss_scale: of an engine with a loss scale, replicated scalars; else None.
     """
 
     step: jax.Array
     params: PyTree
     opt_state: PyTree
     rng: jax.Array
+    loss_scale: LossScaleState | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Layout:
       params: shard plan of the parameters, at the dtypes they are stored in.
       opt_state: shard plan of the optimizer state.
       trainable: per parameter leaf, whether it is trained.
+      loss_scale: how the loss is scaled, if it is.
       host: the mesh of CPU devices in whose memory trainable parameters and optimizer state are stored, one in the
         place of each device of the mesh; None where they are stored on the mesh itself.
     """
@@ -64,6 +68,7 @@ class Layout:
     params: ShardPlan
     opt_state: ShardPlan
     trainable: tuple[bool, ...]
+    loss_scale: LossScale | None = None
     host: Mesh | None = None
 
     @property
@@ -82,15 +87,23 @@ class Layout:
     def abstract_state(self, mesh: Mesh) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
         everywhere, home = replicated(mesh), self.host or mesh
-        key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
+        step, rng, loss_scale = jax.tree.map(place, jax.eval_shape(lambda: self.first_scalars(0)))
         return TrainState(
-            step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),  # type: ignore[arg-type]
+            step=step,
             params=merge(
                 self.trained_params.rest_shapes(home), self.params.rest_shapes(mesh), self.trainable
             ),
             opt_state=self.opt_state.rest_shapes(home),
-            rng=jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere),  # type: ignore[arg-type]
+            rng=rng,
+            loss_scale=loss_scale,
         )
+
+    def first_scalars(self, seed: int) -> tuple[jax.Array, jax.Array, LossScaleState | None]:
+        """`step`, `rng` and `loss_scale` of a new state."""
+        scaler = self.loss_scale
+        key = jax.random.key_data(jax.random.key(seed))
+        return jnp.zeros((), jnp.int32), key, None if scaler is None else scaler.first()
 
 
 def make_layout(
@@ -103,6 +116,7 @@ def make_layout(
     layer_dims: PyTree,
     trainable: PyTree | LeafPredicate | None,
     param_specs: PyTree | None,
+    loss_scale: LossScale | None = None,
     host: Mesh | None = None,
 ) -> Layout:
     """Plan parameters and optimizer state.
@@ -116,6 +130,7 @@ def make_layout(
       layer_dims: leading layer dims per leaf.
       trainable: tree of booleans or predicate; None means every leaf.
       param_specs: PartitionSpecs of the other axes.
+      loss_scale: how the loss is scaled.
       host: where trainable parameters and optimizer state are stored; see `Layout`.
 
     Raises:
@@ -142,7 +157,8 @@ def make_layout(
     check_model_axes(plan, mesh, axes.names)
     opt_shapes = jax.eval_shape(tx.init, select(stored, flags))
     refuse_multi_steps(opt_shapes)
-    return Layout(params=plan, opt_state=plan_like(opt_shapes, plan), trainable=flags, host=host)
+    opt_plan = plan_like(opt_shapes, plan)
+    return Layout(params=plan, opt_state=opt_plan, trainable=flags, loss_scale=loss_scale, host=host)
 
 
 def select(params: PyTree, trainable: tuple[bool, ...]) -> PyTree:
@@ -216,6 +232,13 @@ def _check_structure(state: TrainState, layout: Layout) -> None:
         )
     check_same_structure(layout.params.tree, state.params, "the parameters", "`state.params`")
     check_same_structure(layout.opt_state.tree, state.opt_state, "the optimizer state", "`state.opt_state`")
+    if (state.loss_scale is None) != (layout.loss_scale is None):
+        has, wants = ("no", "a") if state.loss_scale is None else ("a", "no")
+        raise ValueError(
+            f"reading the state: it has {has} loss scale and this engine has {wants} loss scaling. Take the state that "
+            f"this engine's init returned; to go on with parameters of another precision, restore a checkpoint of "
+            f"them with select= and into=."
+        )
 
 
 def _check_leaves(state: TrainState, layout: Layout) -> None:

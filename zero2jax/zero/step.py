@@ -20,10 +20,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from zero2jax.base.losses import Loss, LossTerms, SliceKey, WeightedSum
-from zero2jax.base.mesh import axis_size
 from zero2jax.base.pytrees import PyTree
 from zero2jax.base.transformation import learning_rate, update
-from zero2jax.zero.gradients import Gradient, GradientSettings, full_params, local_gradients, local_loss
+from zero2jax.zero.gradient_settings import GradientSettings
+from zero2jax.zero.gradients import Gradient, full_params, local_gradients, local_loss
+from zero2jax.zero.loss_scale import LossScaleState
+from zero2jax.zero.prepare import chosen, prepared
 from zero2jax.zero.state import Layout, TrainState, merge, pad, store_frozen, unpad
 
 Metrics = dict[str, Any]
@@ -55,60 +57,63 @@ class StepProgram:
         extra_args: Mapping[str, Any],
     ) -> tuple[TrainState, Metrics]:
         """The state after one optimizer update, and the metrics; see `Engine.step`."""
-        settings, layout, mesh = self.settings.step, self.layout, self.mesh
+        layout, mesh = self.layout, self.mesh
         sums, totals = self.gradients(state, batch, loss_args)
-        means = totals.mean()
         params = unpad(state.params, layout.params, mesh)
         old_opt_state = unpad(state.opt_state, layout.opt_state, mesh)
         trained = layout.trained(params)
-        grads = mean_grads = self.mean_gradient(sums, totals.inverse_weight, trained)
-        if settings.reduction == "sum":
-            num = axis_size(mesh, self.settings.axes.batch)
-            grads = jax.tree.map(lambda g: g * num, grads)
-        grad_norm = optax.tree.norm(grads)
-        metrics = {"loss": means.loss, "grad_norm": grad_norm}
-        if settings.clip_norm is not None:
-            clip = optax.clip_by_global_norm(settings.clip_norm)
-            grads, _ = clip.update(grads, optax.EmptyState())
-            metrics["grad_norm_clipped"] = jnp.minimum(grad_norm, settings.clip_norm)
+        mean_grads = self.mean_gradient(sums, self.factor(state, totals), trained)
+        grads, applied, metrics = prepared(mean_grads, totals, self.settings)
         value_fn = self._loss_of(state, params, batch, loss_args)
         offered = {
-            "value": means.loss,
+            "value": metrics["loss"],
             "grad": mean_grads,
             "value_fn": value_fn,
             "obj_fn": value_fn,
             "grad_fn": lambda trained, *_: jax.grad(value_fn)(trained),
         }
-        updates, opt_state = update(self.tx, grads, old_opt_state, trained, given=extra_args, offered=offered)
-        new_params = merge(optax.apply_updates(trained, updates), params, layout.trainable)
-        new_params = store_frozen(new_params, totals.frozen, layout)
-        applied = jnp.bool_(True)
-        if settings.skip_nonfinite:
-            applied = jnp.isfinite(grad_norm)
-            choose = lambda new, old: jnp.where(applied, new, old)
-            new_params = jax.tree.map(choose, new_params, params)
-            opt_state = jax.tree.map(choose, opt_state, old_opt_state)
+        new_trained, opt_state = self.updated(grads, old_opt_state, trained, applied, extra_args, offered)
+        frozen = chosen(applied, store_frozen(params, totals.frozen, layout), params)
+        new_params = merge(new_trained, frozen, layout.trainable)
+        loss_scale, scale_metrics = self.next_scale(state, metrics["applied"])
         new_state = TrainState(
             step=state.step + 1,
             params=pad(new_params, layout.params, mesh),
             opt_state=pad(opt_state, layout.opt_state, mesh),
             rng=state.rng,
+            loss_scale=loss_scale,
         )
-        metrics |= {
-            "learning_rate": learning_rate(opt_state),  # None where the state shows none
-            "applied": applied,
-            "weight": totals.weight,
-        }
-        if jax.tree.leaves(means.aux):
-            metrics["aux"] = means.aux
-        return new_state, metrics
+        # None where the state shows none
+        return new_state, metrics | scale_metrics | {"learning_rate": learning_rate(opt_state)}
+
+    def updated(
+        self,
+        grads: PyTree,
+        opt_state: PyTree,
+        trained: PyTree,
+        applied: jax.Array | None,
+        given: Mapping[str, Any],
+        offered: Mapping[str, Any],
+    ) -> tuple[PyTree, PyTree]:
+        """Trainable parameters and optimizer state after the update; as they were where it is not `applied`."""
+        updates, new_state = update(self.tx, grads, opt_state, trained, given=given, offered=offered)
+        new = optax.apply_updates(trained, updates), new_state
+        return chosen(applied, new, (trained, opt_state))  # type: ignore[no-any-return]
+
+    def next_scale(self, state: TrainState, applied: jax.Array) -> tuple[LossScaleState | None, Metrics]:
+        """The loss scale after a step, and its metrics, where there is one."""
+        scaler = self.settings.step.loss_scale
+        if scaler is None or state.loss_scale is None:
+            return None, {}
+        return scaler.after(state.loss_scale, applied)
 
     def gradients(self, state: TrainState, batch: PyTree, loss_args: Mapping[str, PyTree]) -> Gradient:
-        """Sums over devices and microbatches: a padded, sharded gradient per trainable leaf, and the loss terms."""
+        """As `local_gradients`: a padded, sharded gradient per trainable leaf, and the sums of the loss terms."""
         plan = self.layout.params
         specs = [leaf.manual_spec(plan.axis_name) for leaf, t in self._leaves() if t]
         local = functools.partial(local_gradients, self.loss, self.settings)
-        return self._on_batch(local, (specs, P()))(state.params, batch, self._step_key(state, loss_args))
+        key = self._step_key(state, loss_args, self._scale(state))
+        return self._on_batch(local, (specs, P()))(state.params, batch, key)
 
     def _loss_of(
         self, state: TrainState, params: PyTree, batch: PyTree, loss_args: Mapping[str, PyTree]
@@ -122,7 +127,7 @@ class StepProgram:
             other = merge(trained, params, self.layout.trainable)
             at = state._replace(params=pad(other, self.layout.params, self.mesh))
             sums, totals = self.gradients(at, batch, loss_args)
-            return totals.mean().loss, self.mean_gradient(sums, totals.inverse_weight, trained)
+            return totals.mean().loss, self.mean_gradient(sums, self.factor(at, totals), trained)
 
         @jax.custom_vjp
         def value_fn(trained: PyTree) -> jax.Array:
@@ -164,8 +169,17 @@ class StepProgram:
     def _leaves(self) -> Any:
         return zip(self.layout.params.leaves, self.layout.trainable, strict=True)
 
-    def _step_key(self, state: TrainState, loss_args: Mapping[str, PyTree]) -> SliceKey:
-        return SliceKey(state.rng, state.step, jnp.int32(0), dict(loss_args))
+    def _step_key(self, state: TrainState, loss_args: Mapping[str, PyTree], scale: Any = None) -> SliceKey:
+        return SliceKey(state.rng, state.step, jnp.int32(0), dict(loss_args), scale)
+
+    def _scale(self, state: TrainState) -> jax.Array | None:
+        scaler = self.settings.step.loss_scale
+        return None if scaler is None or state.loss_scale is None else scaler.current(state.loss_scale)
+
+    def factor(self, state: TrainState, totals: WeightedSum) -> jax.Array:
+        """What `gradients` makes is multiplied by it to be the mean gradient, a scalar."""
+        scale = self._scale(state)
+        return totals.inverse_weight if scale is None else 1 / scale
 
     def mean_gradient(self, grads: list[jax.Array], factor: jax.Array, like: PyTree) -> PyTree:
         """Gradient shards times `factor`, at master dtypes and true shapes, as the optimizer sees the gradient."""

@@ -1,0 +1,91 @@
+"""What is fixed about the gradients of a step: which leaves have one, how each is exchanged, and in which dtypes."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from zero2jax.base.losses import WeightedSum
+from zero2jax.base.mesh import DataAxes, axis_size
+from zero2jax.base.pytrees import PyTree
+from zero2jax.zero.exchange import Use, use_of_leaf
+from zero2jax.zero.precision import Precision
+from zero2jax.zero.settings import StepSettings
+from zero2jax.zero.shard_plan import ShardPlan
+from zero2jax.zero.state import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientSettings:
+    """What is fixed about the gradients when a step is built.
+
+    Attributes:
+      plan: where the parameters are stored.
+      trainable: per leaf, whether it has a gradient.
+      step: the settings of the step.
+      num_batch_shards: devices that a batch is sharded over.
+    """
+
+    plan: ShardPlan
+    trainable: tuple[bool, ...]
+    step: StepSettings
+    num_batch_shards: int
+
+    @classmethod
+    def of(cls, layout: Layout, step: StepSettings, mesh: Mesh) -> "GradientSettings":
+        """Those of a layout of the state on a mesh."""
+        return cls(layout.params, layout.trainable, step, axis_size(mesh, step.axes.batch))
+
+    @property
+    def axes(self) -> DataAxes:
+        """The mesh axes that hold different examples."""
+        return self.step.axes
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes of the step."""
+        return self.step.precision
+
+    @property
+    def axis_name(self) -> str:
+        """The data axis."""
+        return self.axes.shard
+
+    @property
+    def trained(self) -> list[int]:
+        """The indices of the trainable leaves."""
+        return [i for i, trainable in enumerate(self.trainable) if trainable]
+
+    def compute_dtype(self, i: int) -> Any:
+        """The dtype in which the loss sees leaf `i`."""
+        leaf = self.plan.leaves[i]
+        return self.precision.compute(leaf) if self.trainable[i] else leaf.dtype
+
+    def gradient_dtype(self, i: int) -> Any:
+        """The dtype in which a step's gradient of leaf `i` is kept until the optimizer sees it."""
+        leaf, accumulated = self.plan.leaves[i], self.step.num_microbatches > 1
+        return self.precision.accumulate(leaf) if accumulated else self.precision.reduce(leaf)
+
+    @property
+    def uses(self) -> list[Use]:
+        """How each leaf is gathered for the loss, and its gradient reduced."""
+        prescale = 1.0 if self.step.loss_scale is None else 1 / self.num_batch_shards
+        return [
+            use_of_leaf(leaf, self.compute_dtype(i), self.precision.reduce(leaf), self.axis_name, prescale)
+            for i, leaf in enumerate(self.plan.leaves)
+        ]
+
+    def mean_weight(self, terms: WeightedSum) -> jax.Array:
+        """The mean over the devices of a slice's weight, 1 if it is 0. Per-device code."""
+        mean = jax.lax.pmean(terms.weight, self.axes.batch)
+        return jnp.where(mean == 0, 1, mean)
+
+    @property
+    def compute_shapes(self) -> PyTree:
+        """The parameters as the loss function sees them."""
+        leaves = self.plan.leaves
+        return self.plan.treedef.unflatten(
+            [jax.ShapeDtypeStruct(leaf.shape, self.compute_dtype(i)) for i, leaf in enumerate(leaves)]
+        )
