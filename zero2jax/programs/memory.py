@@ -69,10 +69,11 @@ class MemoryReport:
     @property
     def total_bytes(self) -> int:
         """Peak of the step: what is stored, and the compiler's temporary allocation, which holds the other classes."""
-        return sum(self[name].measured_bytes or 0 for name in self._held)
+        return sum(self[name].measured_bytes or 0 for name in self.held)
 
     @property
-    def _held(self) -> tuple[str, ...]:
+    def held(self) -> tuple[str, ...]:
+        """The classes that `total_bytes` adds up."""
         if any(row.name == BETWEEN_STEPS for row in self.rows):  # gradients leave the program
             return MASTER, BETWEEN_STEPS, GRADIENTS, TEMPORARY
         return MASTER, OPTIMIZER, TEMPORARY
@@ -93,7 +94,7 @@ class MemoryReport:
         for row in self.rows:
             sizes = (number(row.measured_bytes), number(row.formula_bytes))
             rows.append((row.name, *sizes, row.formula, row.source))
-        held = " + ".join(self._held)
+        held = " + ".join(self.held)
         rows.append(("total", number(self.total_bytes), "-", held, ""))
         return "\n".join(aligned(rows, right=(1, 2)))
 
