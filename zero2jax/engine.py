@@ -5,7 +5,7 @@ The checks before tracing live here; `zero.step` holds the pure functions, and `
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from zero2jax.base.losses import Loss, LossFn
 from zero2jax.base.mesh import DATA_AXIS, DataAxes, axis_size, data_axes, make_mesh
 from zero2jax.base.pytrees import LeafPredicate, PyTree, check_alive, is_function, is_traced, shapes_of
 from zero2jax.base.transformation import checked_transformation
+from zero2jax.offload.between import from_host, to_host
 from zero2jax.offload.host_memory import MIB, available_bytes, check_hosts, needed_bytes
 from zero2jax.offload.host_mesh import host_mesh
 from zero2jax.offload.offloaded import Offloaded
@@ -320,7 +321,7 @@ class Engine:
             if not traced:
                 self._watch.check()
             if not compiled.compared and spans_processes(self.mesh) and not traced:
-                expect_same_step(compiled.step.lower(*args))
+                expect_same_step(compiled.programs(*args))
                 compiled.compared = True
             state, metrics = (compiled.step_inside if traced else compiled.step)(*args)
         if not traced:
@@ -354,6 +355,26 @@ class Engine:
         state = place_state(state, self.layout, self.mesh)
         with self._running(is_traced(state)):
             return self._settled(self._compiled.params(state.params))
+
+    def offload_state(
+        self, state: TrainState, include: Collection[str] = ("params", "opt_state")
+    ) -> TrainState:
+        """The state with the parts named moved to pinned host memory, for a phase that needs the devices' memory.
+
+        The buffers on the devices are gone: use the state that is returned. It can be saved; a step takes it after
+        `reload_state`. Of an engine that offloads, the copies on the devices are let go, too.
+
+        Raises:
+          ValueError: a part is neither "params" nor "opt_state"; the devices have no pinned host memory.
+        """
+        check_state(state, self.layout)
+        self._compiled.forget_copies()
+        return to_host(state, self.layout, self.mesh, include)
+
+    def reload_state(self, state: TrainState) -> TrainState:
+        """The state of `offload_state` back where a step takes it, bit for bit; of another state, itself."""
+        check_state(state, self.layout)
+        return from_host(state, self.layout, self.mesh)
 
     def lower(self, batch: PyTree, *, loss_args: LossArgs = None) -> jax.stages.Lowered:
         """The step lowered for a batch of these shapes (arrays or shapes), to compile, count and audit."""

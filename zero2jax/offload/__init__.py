@@ -22,6 +22,7 @@ The files, in reading order:
   host_memory   what they store, and whether their host has room for it
   host_step     gradients on the devices, the update on the host: two pure functions
   offloaded     both jitted, and what moves between them; stands in for `zero.compiled.Compiled`
+  between       a state in host memory between two phases, of any engine
 
 Imports `base` and `zero`; `zero` never imports it. Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model
 Training, arXiv:2101.06840, sections 3 and 4.

@@ -35,6 +35,10 @@ class Offloaded(Compiled):
             self._step = OffloadedStep(self, self._halves, self._compiler_options())
         return self._step  # type: ignore[no-any-return]
 
+    def programs(self, state: TrainState, batch: PyTree, *more: PyTree) -> list[jax.stages.Lowered]:
+        """What a step of these arguments runs, lowered: both halves."""
+        return [self.step.lower(state, batch, *more), self.step.lower_update(batch, *more)]
+
     @property
     def step_inside(self) -> Any:
         """Refused: a program of the user's runs on devices alone."""
@@ -148,26 +152,27 @@ class OffloadedStep:
         layout, functions = self._layout, self._functions
         home = self._at_home(state)
         there = functions.on_devices(state)
-        reduced: Reduced = self._reduce(*_apart(there, layout.trainable), batch, loss_args)
+        sums, handed, kept, metrics = self._reduce(*_apart(there, layout.trainable), batch, loss_args)
         del there
         functions.forget_copies()
-        handed, treedef = jax.tree.flatten(reduced.handed)
-        arrived = moved([*reduced.sums, *handed], [*self._host_sums, *[self._on_host] * len(handed)])
-        num = len(reduced.sums)
+        scalars, treedef = jax.tree.flatten(handed)
+        arrived = moved([*sums, *scalars], [*self._host_sums, *[self._on_host] * len(scalars)])
+        num = len(sums)
+        del sums, scalars, handed
         trained, opt_state, copies, rate = self._update(
             *home,
             arrived[:num],
             jax.tree.unflatten(treedef, arrived[num:]),
             jax.device_put(dict(extra_args), self._on_host),
         )
+        del arrived
         functions.send_up(jax.tree.leaves(trained), copies)
         if rate is not None:
             (rate,) = moved([rate], [self._on_devices])
         params = layout.params.treedef.unflatten(
-            _joined(jax.tree.leaves(trained), reduced.kept.params, layout.trainable)
+            _joined(jax.tree.leaves(trained), kept.params, layout.trainable)
         )
-        new = reduced.kept._replace(params=params, opt_state=opt_state)
-        return new, reduced.metrics | {"learning_rate": rate}
+        return kept._replace(params=params, opt_state=opt_state), metrics | {"learning_rate": rate}
 
     def _at_home(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Masters and optimizer state on the host, where those of an engine that does not offload are not yet."""
@@ -181,6 +186,20 @@ class OffloadedStep:
         """The half that runs on the devices, lowered for a batch of these shapes; of `state` nothing is read."""
         there = self._functions.abstract_on_devices()
         return self._reduce.lower(*_apart(there, self._layout.trainable), batch, loss_args)  # type: ignore[no-any-return]
+
+    def lower_update(self, batch: PyTree, loss_args: PyTree, extra_args: PyTree) -> jax.stages.Lowered:
+        """The half that runs on the host, lowered after the same batch."""
+        there = self._functions.abstract_on_devices()
+        reduced = jax.eval_shape(self._reduce, *_apart(there, self._layout.trainable), batch, loss_args)
+        place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        state = self._layout.abstract_state(self._on_devices.mesh)  # type: ignore[arg-type]
+        return self._update.lower(  # type: ignore[no-any-return]
+            self._layout.trained(state.params),
+            state.opt_state,
+            [place(x, sharding) for x, sharding in zip(reduced.sums, self._host_sums, strict=True)],
+            jax.tree.map(lambda x: place(x, self._on_host), reduced.handed),
+            jax.device_put(dict(extra_args), self._on_host),
+        )
 
 
 def _apart(state: TrainState, trainable: tuple[bool, ...]) -> tuple[TrainState, list[jax.Array]]:

@@ -32,6 +32,8 @@ from zero2jax.zero.loss_scale import LossScale, LossScaleState
 from zero2jax.zero.precision import master_dtype
 from zero2jax.zero.shard_plan import LeafPlan, ShardPlan, check_model_axes, make_shard_plan, plan_like
 
+HOST_MEMORY = "pinned_host"  # the memory kind of a state that waits on the host
+
 
 class TrainState(NamedTuple):
     """What is kept between steps; every leaf a global array on the engine's mesh.
@@ -218,10 +220,22 @@ def place_state(state: TrainState, layout: Layout, mesh: Mesh) -> TrainState:
         "This state was given to engine.step, which donates it: use the one that it returned, state, metrics = "
         "engine.step(state, batch). To keep one beside, copy it before the step: jax.tree.map(jnp.copy, state).",
     )
+    _check_on_devices(state)
     if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(state)):
         state = jax.tree.map(_as_kept, state, layout.abstract_state(mesh))
     _check_leaves(state, layout)
     return state
+
+
+def _check_on_devices(state: TrainState) -> None:
+    for x in jax.tree.leaves((state.params, state.opt_state)):
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+            if x.sharding.memory_kind == HOST_MEMORY:
+                raise ValueError(
+                    "reading the state: it waits in host memory, where engine.offload_state put it. Bring it back "
+                    "first: state = engine.reload_state(state)."
+                )
+            return  # the leaves of a part move together
 
 
 def _check_structure(state: TrainState, layout: Layout) -> None:
