@@ -99,7 +99,12 @@ class Offloaded(Compiled):
 
 
 class OffloadedStep:
-    """A step as one function, of several programs."""
+    """A step as one function, of several programs.
+
+    Attributes:
+      reduce: `HostStep.reduced`, jitted for the devices; what it stores anew and the copies are given apart.
+      update: `HostStep.update`, jitted for the host; masters and optimizer state are donated.
+    """
 
     def __init__(self, functions: Offloaded, halves: HostStep, options: Mapping[str, Any]):
         program, layout = halves.program, functions.layout
@@ -115,7 +120,7 @@ class OffloadedStep:
             params = layout.params.treedef.unflatten(_joined(copies, state.params, layout.trainable))
             return halves.reduced(state._replace(params=params), batch, loss_args)
 
-        self._reduce = jax.jit(
+        self.reduce = jax.jit(
             step,
             out_shardings=Reduced(
                 sums=jax.tree.leaves(plan.shardings(program.mesh)),
@@ -134,7 +139,7 @@ class OffloadedStep:
             self._on_host,
         )
         self._host_state = jax.tree.leaves(shardings[:2])
-        self._update = jax.jit(
+        self.update = jax.jit(
             halves.update,
             out_shardings=shardings,
             donate_argnums=(0, 1),
@@ -152,14 +157,14 @@ class OffloadedStep:
         layout, functions = self._layout, self._functions
         home = self._at_home(state)
         there = functions.on_devices(state)
-        sums, handed, kept, metrics = self._reduce(*_apart(there, layout.trainable), batch, loss_args)
+        sums, handed, kept, metrics = self.reduce(*_apart(there, layout.trainable), batch, loss_args)
         del there
         functions.forget_copies()
         scalars, treedef = jax.tree.flatten(handed)
         arrived = moved([*sums, *scalars], [*self._host_sums, *[self._on_host] * len(scalars)])
         num = len(sums)
         del sums, scalars, handed
-        trained, opt_state, copies, rate = self._update(
+        trained, opt_state, copies, rate = self.update(
             *home,
             arrived[:num],
             jax.tree.unflatten(treedef, arrived[num:]),
@@ -185,15 +190,15 @@ class OffloadedStep:
     ) -> jax.stages.Lowered:
         """The half that runs on the devices, lowered for a batch of these shapes; of `state` nothing is read."""
         there = self._functions.abstract_on_devices()
-        return self._reduce.lower(*_apart(there, self._layout.trainable), batch, loss_args)  # type: ignore[no-any-return]
+        return self.reduce.lower(*_apart(there, self._layout.trainable), batch, loss_args)  # type: ignore[no-any-return]
 
     def lower_update(self, batch: PyTree, loss_args: PyTree, extra_args: PyTree) -> jax.stages.Lowered:
         """The half that runs on the host, lowered after the same batch."""
         there = self._functions.abstract_on_devices()
-        reduced = jax.eval_shape(self._reduce, *_apart(there, self._layout.trainable), batch, loss_args)
+        reduced = jax.eval_shape(self.reduce, *_apart(there, self._layout.trainable), batch, loss_args)
         place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         state = self._layout.abstract_state(self._on_devices.mesh)  # type: ignore[arg-type]
-        return self._update.lower(  # type: ignore[no-any-return]
+        return self.update.lower(  # type: ignore[no-any-return]
             self._layout.trained(state.params),
             state.opt_state,
             [place(x, sharding) for x, sharding in zip(reduced.sums, self._host_sums, strict=True)],
