@@ -238,8 +238,12 @@ class Engine:
             layer_dims = self._read_layer_dims(shapes, batch, loss_args)
         layout = self._make_layout(shapes, layer_dims)
         if self._functions is None or layout != self.layout:
-            kind = Compiled if self._host is None else Offloaded
-            self._functions = kind(self._program(layout), self._compiler_options)
+            program, options = self._program(layout), self._compiler_options
+            self._functions = (
+                Compiled(program, options)
+                if self.offload is None
+                else Offloaded(program, options, self.offload)
+            )
         return layout.abstract_state(self.mesh)
 
     def init(

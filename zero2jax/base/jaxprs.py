@@ -8,7 +8,9 @@ both and names what to look at when a new jax changes them.
 """
 
 import contextlib
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -123,6 +125,39 @@ def evaluate_run(run: Run, args: Sequence[Any], apply: Apply) -> list[Any]:
     for eqn in run.eqns:
         _step(eqn, env, apply)
     return [env[v] for v in run.outputs]
+
+
+def part_of(jaxpr: Any, which: Sequence[int]) -> tuple[Callable[..., list[Any]], list[int]]:
+    """Some outputs of a closed jaxpr as a function of the inputs that they need, and the indices of these."""
+    results = [outputs(jaxpr)[i] for i in which]
+    wanted, kept = {v for v in results if not isinstance(v, Literal)}, []
+    for eqn in reversed(equations(jaxpr)):
+        if not wanted.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            wanted |= {v for v in eqn.invars if not isinstance(v, Literal)}
+    used = [i for i, v in enumerate(inputs(jaxpr)) if v in wanted]
+    constants = dict(zip(_open(jaxpr).constvars, getattr(jaxpr, "consts", ()), strict=True))
+
+    def part(*args: Any) -> list[Any]:
+        env = constants | dict(zip([inputs(jaxpr)[i] for i in used], args, strict=True))
+        for eqn in reversed(kept):
+            _step(eqn, env, lambda eqn, operands: bind(eqn, arrays(eqn, operands)))
+        return [_read(v, env) for v in results]
+
+    return part, used
+
+
+def dependencies(jaxpr: Any, given: Sequence[int] | None = None) -> list[int]:
+    """Which inputs each output is computed from, as the bits of an int; `given` are the bits of the inputs."""
+    bits = [1 << i for i in range(len(inputs(jaxpr)))] if given is None else given
+    found = dict(zip(inputs(jaxpr), bits, strict=True))
+    of = lambda v: 0 if isinstance(v, Literal) else found.get(v, 0)
+    for eqn in equations(jaxpr):
+        read = [of(v) for v in eqn.invars]
+        together = functools.reduce(operator.or_, read, 0)
+        made = dependencies(body(eqn), read) if is_call(eqn) else [together] * len(eqn.outvars)
+        found.update(zip(eqn.outvars, made, strict=True))
+    return [of(v) for v in outputs(jaxpr)]
 
 
 def evaluate_by_runs(

@@ -21,6 +21,8 @@ The files, in reading order:
   host_mesh     the CPU devices that stand beside the devices
   host_memory   what they store, and whether their host has room for it
   host_step     gradients on the devices, the update on the host: two pure functions
+  parts         which leaves can be updated apart from the others
+  chunks        the host's half, a chunk of leaves at a time
   offloaded     both jitted, and what moves between them; stands in for `zero.compiled.Compiled`
   between       a state in host memory between two phases, of any engine
 

@@ -13,8 +13,10 @@ import jax
 from jax.sharding import NamedSharding
 
 from zero2jax.base.mesh import moved, replicated
-from zero2jax.base.pytrees import PyTree, is_traced
-from zero2jax.offload.host_step import HostStep, Reduced
+from zero2jax.base.pytrees import PyTree, is_traced, shapes_of
+from zero2jax.offload.chunks import ChunkedUpdate
+from zero2jax.offload.host_step import Handed, HostStep, Reduced
+from zero2jax.offload.settings import OffloadSettings
 from zero2jax.zero.compiled import Compiled, CompilerOptions
 from zero2jax.zero.state import TrainState, merge
 from zero2jax.zero.step import Metrics, StepProgram
@@ -23,8 +25,9 @@ from zero2jax.zero.step import Metrics, StepProgram
 class Offloaded(Compiled):
     """The functions of one layout whose masters and optimizer state are stored on its `host`."""
 
-    def __init__(self, program: StepProgram, options: CompilerOptions):
+    def __init__(self, program: StepProgram, options: CompilerOptions, settings: OffloadSettings):
         super().__init__(program, options)
+        self._settings = settings
         self._halves = HostStep(program)
         self._copies = _Copies()
 
@@ -32,7 +35,7 @@ class Offloaded(Compiled):
     def step(self) -> "OffloadedStep":
         """`(state, batch, loss arguments, extra arguments) -> (state, metrics)`, the state donated."""
         if self._step is None:
-            self._step = OffloadedStep(self, self._halves, self._compiler_options())
+            self._step = OffloadedStep(self, self._halves, self._settings, self._compiler_options())
         return self._step  # type: ignore[no-any-return]
 
     def programs(self, state: TrainState, batch: PyTree, *more: PyTree) -> list[jax.stages.Lowered]:
@@ -63,15 +66,15 @@ class Offloaded(Compiled):
         copies = self._copies.of(trained)
         if copies is None:
             home = moved(trained, self.host_params)
-            copies = self.send_up(trained, self._cast(home))
+            shardings = jax.tree.leaves(self.layout.trained_params.shardings(self._program.mesh))
+            copies = moved(self._cast(home), shardings)
+            self.keep_copies(trained, copies)
         params = merge(copies, state.params, self.layout.trainable)
         return state._replace(params=params, opt_state=())
 
-    def send_up(self, masters: list[jax.Array], copies: list[jax.Array]) -> list[jax.Array]:
-        """Copies of these masters, from the host to the devices; remembered until the next step."""
-        sent = moved(copies, jax.tree.leaves(self.layout.trained_params.shardings(self._program.mesh)))
-        self._copies.keep(masters, sent)
-        return sent
+    def keep_copies(self, masters: list[jax.Array], copies: list[jax.Array]) -> None:
+        """Remember copies on the devices for as long as their masters are those of the state."""
+        self._copies.keep(masters, copies)
 
     def forget_copies(self) -> None:
         """Let the memory of the copies go: the parameters will be others."""
@@ -103,15 +106,18 @@ class OffloadedStep:
 
     Attributes:
       reduce: `HostStep.reduced`, jitted for the devices; what it stores anew and the copies are given apart.
-      update: `HostStep.update`, jitted for the host; masters and optimizer state are donated.
+      update: `HostStep.update` in one piece, jitted for the host; masters and optimizer state are donated.
     """
 
-    def __init__(self, functions: Offloaded, halves: HostStep, options: Mapping[str, Any]):
+    def __init__(
+        self, functions: Offloaded, halves: HostStep, settings: OffloadSettings, options: Mapping[str, Any]
+    ):
         program, layout = halves.program, functions.layout
         assert layout.host is not None
         self._functions, self._layout = functions, layout
         self._on_devices, self._on_host = replicated(program.mesh), replicated(layout.host)
         plan, everywhere = layout.trained_params, layout.abstract_state(program.mesh)
+        self._device_sums = jax.tree.leaves(plan.shardings(program.mesh))
         kept, _ = _apart(everywhere._replace(opt_state=()), layout.trainable)
 
         def step(
@@ -123,7 +129,7 @@ class OffloadedStep:
         self.reduce = jax.jit(
             step,
             out_shardings=Reduced(
-                sums=jax.tree.leaves(plan.shardings(program.mesh)),
+                sums=self._device_sums,
                 handed=self._on_devices,  # type: ignore[arg-type]
                 kept=jax.tree.map(lambda x: x.sharding, kept),
                 metrics=self._on_devices,  # type: ignore[arg-type]
@@ -139,12 +145,11 @@ class OffloadedStep:
             self._on_host,
         )
         self._host_state = jax.tree.leaves(shardings[:2])
-        self.update = jax.jit(
-            halves.update,
-            out_shardings=shardings,
-            donate_argnums=(0, 1),
-            compiler_options={k: v for k, v in options.items() if not k.startswith("xla_gpu")} or None,
-        )
+        # of the update in one piece, for what only looks at it
+        self.update = jax.jit(halves.update, out_shardings=shardings, donate_argnums=(0, 1))
+        self._halves, self._settings = halves, settings
+        self._options = {k: v for k, v in options.items() if not k.startswith("xla_gpu")}
+        self._updates: dict[Any, ChunkedUpdate] = {}
 
     def __call__(
         self,
@@ -161,23 +166,39 @@ class OffloadedStep:
         del there
         functions.forget_copies()
         scalars, treedef = jax.tree.flatten(handed)
-        arrived = moved([*sums, *scalars], [*self._host_sums, *[self._on_host] * len(scalars)])
-        num = len(sums)
-        del sums, scalars, handed
-        trained, opt_state, copies, rate = self.update(
-            *home,
-            arrived[:num],
-            jax.tree.unflatten(treedef, arrived[num:]),
-            jax.device_put(dict(extra_args), self._on_host),
+        handed = jax.tree.unflatten(treedef, moved(scalars, [self._on_host] * len(scalars)))
+        extra = jax.device_put(dict(extra_args), self._on_host)
+        trained, opt_leaves, copies, rate = self._chunked(home, sums, handed, extra)(
+            home, sums, handed, extra, self._down, self._up
         )
-        del arrived
-        functions.send_up(jax.tree.leaves(trained), copies)
+        functions.keep_copies(trained, copies)
         if rate is not None:
             (rate,) = moved([rate], [self._on_devices])
-        params = layout.params.treedef.unflatten(
-            _joined(jax.tree.leaves(trained), kept.params, layout.trainable)
-        )
+        params = layout.params.treedef.unflatten(_joined(trained, kept.params, layout.trainable))
+        opt_state = layout.opt_state.treedef.unflatten(opt_leaves)
         return kept._replace(params=params, opt_state=opt_state), metrics | {"learning_rate": rate}
+
+    def _chunked(self, home: PyTree, sums: list[jax.Array], handed: Handed, extra: PyTree) -> ChunkedUpdate:
+        """The update for these shapes; other extra arguments make another."""
+        leaves, treedef = jax.tree.flatten(extra)
+        key = (treedef, *[(x.shape, x.dtype) for x in leaves])
+        if key not in self._updates:
+            shapes = shapes_of((*home, sums, handed, extra))
+            self._updates[key] = ChunkedUpdate(
+                self._halves,
+                shapes,
+                [*self._host_state, *self._host_sums],
+                self._on_host,
+                self._settings.chunk_bytes,
+                self._options,
+            )
+        return self._updates[key]
+
+    def _down(self, which: list[int], sums: list[jax.Array]) -> list[jax.Array]:
+        return moved(sums, [self._host_sums[i] for i in which])
+
+    def _up(self, which: list[int], copies: list[jax.Array]) -> list[jax.Array]:
+        return moved(copies, [self._device_sums[i] for i in which])
 
     def _at_home(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Masters and optimizer state on the host, where those of an engine that does not offload are not yet."""

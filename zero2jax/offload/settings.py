@@ -10,6 +10,8 @@ class OffloadSettings:
     """Masters and optimizer state of an engine are stored in host memory, and updated there.
 
     Attributes:
+      chunk_bytes: gradients come down, are applied and parameters go up in chunks of leaves that have about this many
+        bytes of masters per device, at least a leaf; where the optimizer ties all leaves together, in one.
       host_devices: CPU devices that hold them, of each process as many as it has devices in the mesh; None takes those
         of JAX's CPU backend. Which they are decides no number.
 
@@ -23,4 +25,12 @@ class OffloadSettings:
       16.0
     """
 
+    chunk_bytes: int = 2**28
     host_devices: tuple[jax.Device, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.chunk_bytes, int) or self.chunk_bytes < 1:
+            raise ValueError(
+                f"reading the offload settings: chunk_bytes is {self.chunk_bytes!r}; it is a whole number of bytes, at "
+                f"least 1."
+            )
