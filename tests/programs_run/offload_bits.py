@@ -48,13 +48,9 @@ differ = {}
 for case in CASES:
     # Where there are devices enough, the host's are others, so that nothing can be taken from the wrong memory.
     host = tuple(jax.devices()[-case[0] :]) if case[0] <= 4 else None
-    off, on = (
-        jax.tree_util.tree_leaves_with_path(trained(offload, *case))
-        for offload in (
-            None,
-            zero2jax.OffloadSettings(host_devices=host, chunk_bytes=2**28 if case[3] in IN_ONE else 64),
-        )
-    )
+    chunk_bytes = 2**28 if case[3] in IN_ONE else 64
+    settings = zero2jax.OffloadSettings(host_devices=host, chunk_bytes=chunk_bytes)
+    off, on = (jax.tree_util.tree_leaves_with_path(trained(offload, *case)) for offload in (None, settings))
     assert [path for path, _ in off] == [path for path, _ in on]
     pairs = zip(off, on, strict=True)
     differ[str(case[:4])] = [
