@@ -33,6 +33,7 @@ from zero2jax.offload.between import from_host, to_host
 from zero2jax.offload.host_memory import MIB, available_bytes, check_hosts, needed_bytes
 from zero2jax.offload.host_mesh import host_mesh
 from zero2jax.offload.offloaded import Offloaded
+from zero2jax.offload.residents import with_residents
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.processes.agreement import (
     expect_same_start,
@@ -237,6 +238,8 @@ class Engine:
         elif layer_dims is None:
             layer_dims = self._read_layer_dims(shapes, batch, loss_args)
         layout = self._make_layout(shapes, layer_dims)
+        if self.offload is not None:
+            layout = with_residents(self._program(layout), self.offload.ratio)
         if self._functions is None or layout != self.layout:
             program, options = self._program(layout), self._compiler_options
             self._functions = (

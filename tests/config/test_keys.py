@@ -8,7 +8,7 @@ from zero2jax.config.rules import key_values
 
 FROZEN = {
     Treatment.IMPLEMENTED: """
-        zero_optimization.offload_optimizer.device
+        zero_optimization.offload_optimizer.device zero_optimization.offload_optimizer.ratio
         train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer.type
         scheduler.type gradient_clipping communication_data_type bf16.enabled
         bf16.check_grad_overflow gradient_allreduce_op
@@ -59,7 +59,6 @@ FROZEN = {
         zero_optimization.offload_optimizer.buffer_count
         zero_optimization.offload_optimizer.pipeline_read
         zero_optimization.offload_optimizer.pipeline_write
-        zero_optimization.offload_optimizer.ratio
         zero_optimization.offload_optimizer.super_offload
         zero_optimization.offload_param.device zero_optimization.offload_param.nvme_path
         zero_optimization.offload_param.buffer_count zero_optimization.offload_param.buffer_size

@@ -219,8 +219,8 @@ def test_ignored_keys_are_named_once():
     ("raw", "path"),
     [
         (
-            zero(stage=3, offload_optimizer={"device": "cpu", "ratio": 0.5, "nvme_path": "/x"}),
-            "zero_optimization.offload_optimizer.ratio",
+            zero(stage=3, offload_optimizer={"device": "cpu", "super_offload": True, "nvme_path": "/x"}),
+            "zero_optimization.offload_optimizer.super_offload",
         ),
         (
             {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},

@@ -1,5 +1,6 @@
 """Masters and optimizer state on other devices than those that compute: these stand for the host's memory."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -65,6 +66,7 @@ def engines():
 
 def bytes_of(devices):
     """Bytes of the buffers on some devices, each counted once."""
+    gc.collect()  # of tests before
     shards = [s for x in jax.live_arrays() if not x.is_deleted() for s in x.addressable_shards]
     return sum(
         {

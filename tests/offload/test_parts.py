@@ -27,7 +27,8 @@ def split(tx, chunk_size=1):
         return params, state, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
 
     jaxpr, _ = jaxprs.trace(update, params, state, params)
-    return split_update(jaxpr, 4, len(jax.tree.leaves(state)), list(SIZES.values()), chunk_size)
+    found = split_update(jaxprs.inlined(jaxpr), 4, len(jax.tree.leaves(state)))
+    return found.joined(list(SIZES.values()), chunk_size)
 
 
 def test_adam_updates_each_leaf_by_itself_and_counts_once():

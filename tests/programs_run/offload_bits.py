@@ -24,6 +24,7 @@ CASES = (
 STEPS = 20
 # Of what sums over a leaf, the compiler chooses the order anew in each program: in one piece it is the same.
 IN_ONE = ("lamb", "muon")
+RATIOS = {"lion": 0.5, "adafactor": 0.4}
 
 
 def trained(offload, num_shards, stage, num_microbatches, optimizer, settings):
@@ -49,7 +50,9 @@ for case in CASES:
     # Where there are devices enough, the host's are others, so that nothing can be taken from the wrong memory.
     host = tuple(jax.devices()[-case[0] :]) if case[0] <= 4 else None
     chunk_bytes = 2**28 if case[3] in IN_ONE else 64
-    settings = zero2jax.OffloadSettings(host_devices=host, chunk_bytes=chunk_bytes)
+    settings = zero2jax.OffloadSettings(
+        host_devices=host, chunk_bytes=chunk_bytes, ratio=RATIOS.get(case[3], 1.0)
+    )
     off, on = (jax.tree_util.tree_leaves_with_path(trained(offload, *case)) for offload in (None, settings))
     assert [path for path, _ in off] == [path for path, _ in on]
     pairs = zip(off, on, strict=True)

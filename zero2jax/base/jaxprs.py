@@ -128,7 +128,10 @@ def evaluate_run(run: Run, args: Sequence[Any], apply: Apply) -> list[Any]:
 
 
 def part_of(jaxpr: Any, which: Sequence[int]) -> tuple[Callable[..., list[Any]], list[int]]:
-    """Some outputs of a closed jaxpr as a function of the inputs that they need, and the indices of these."""
+    """Some outputs of a closed jaxpr as a function of the inputs that they need, and the indices of these.
+
+    A call counts as a whole: see `inlined`.
+    """
     results = [outputs(jaxpr)[i] for i in which]
     wanted, kept = {v for v in results if not isinstance(v, Literal)}, []
     for eqn in reversed(equations(jaxpr)):
@@ -147,17 +150,26 @@ def part_of(jaxpr: Any, which: Sequence[int]) -> tuple[Callable[..., list[Any]],
     return part, used
 
 
-def dependencies(jaxpr: Any, given: Sequence[int] | None = None) -> list[int]:
-    """Which inputs each output is computed from, as the bits of an int; `given` are the bits of the inputs."""
-    bits = [1 << i for i in range(len(inputs(jaxpr)))] if given is None else given
-    found = dict(zip(inputs(jaxpr), bits, strict=True))
+def dependencies(jaxpr: Any) -> list[int]:
+    """Which inputs each output of a jaxpr is computed from, as the bits of an int."""
+    found = {v: 1 << i for i, v in enumerate(inputs(jaxpr))}
     of = lambda v: 0 if isinstance(v, Literal) else found.get(v, 0)
     for eqn in equations(jaxpr):
-        read = [of(v) for v in eqn.invars]
-        together = functools.reduce(operator.or_, read, 0)
-        made = dependencies(body(eqn), read) if is_call(eqn) else [together] * len(eqn.outvars)
-        found.update(zip(eqn.outvars, made, strict=True))
+        together = functools.reduce(operator.or_, map(of, eqn.invars), 0)
+        found |= dict.fromkeys(eqn.outvars, together)
     return [of(v) for v in outputs(jaxpr)]
+
+
+def inlined(jaxpr: Any) -> Any:
+    """A closed jaxpr without calls: each result of a called function by itself."""
+
+    def apply(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if is_call(eqn):
+            return evaluate(body(eqn), operands, apply)
+        return bind(eqn, arrays(eqn, operands))
+
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs(jaxpr)]
+    return trace(lambda *args: evaluate(jaxpr, args, apply), *shapes)[0]
 
 
 def evaluate_by_runs(

@@ -84,7 +84,10 @@ _IMPLEMENTED = {
     ),
     **_table(
         Treatment.IMPLEMENTED,
-        {"device": "cpu: masters and optimizer state in host memory, updated there; nvme: not yet"},
+        {
+            "device": "cpu: masters and optimizer state in host memory, updated there; nvme: not yet",
+            "ratio": "part of their bytes that the host has; the devices keep and update the other leaves",
+        },
         "zero_optimization.offload_optimizer.",
     ),
     **_table(
@@ -245,7 +248,6 @@ _NOT_YET = {
             "buffer_count": _WITH_NVME,
             "pipeline_read": _WITH_NVME,
             "pipeline_write": _WITH_NVME,
-            "ratio": "a part of the optimizer state stays on the device",
             "super_offload": "a speculative update, before the gradients are judged",
         },
         "zero_optimization.offload_optimizer.",

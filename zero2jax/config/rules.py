@@ -215,7 +215,7 @@ def _not_yet(config: Config) -> Iterator[tuple[str, str]]:
         if block in ("bf16", "fp16"):
             asked = getattr(config, block).enabled and asked
         elif block == "zero_optimization.offload_optimizer":
-            asked = asked and offload_device(config) != "none" and name in ("ratio", "super_offload")
+            asked = asked and offload_device(config) != "none" and name == "super_offload"
         elif block == "zero_optimization.offload_param":
             asked = value != default and config.zero_optimization.stage == 3
         if asked:

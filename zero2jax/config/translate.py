@@ -13,7 +13,6 @@ from zero2jax.activations.layers import ActivationSettings
 from zero2jax.base.mesh import MODEL_AXIS, DataAxes
 from zero2jax.base.pytrees import LeafPredicate
 from zero2jax.config.compiler_options import Option, compiler_options
-from zero2jax.config.rules import offload_device
 from zero2jax.config.schema import FP16, ActivationCheckpointing, Config
 from zero2jax.config.values import ConfigError
 from zero2jax.offload.settings import OffloadSettings
@@ -103,7 +102,10 @@ def translate(
         seed=seed,
         axes=axes,
     )
-    offload = None if offload_device(config) == "none" else OffloadSettings()
+    block = zero.offload_optimizer
+    offload = None
+    if block is not None and block.device != "none" and block.ratio > 0:
+        offload = OffloadSettings(ratio=block.ratio)
     return EngineSettings(config=config, step=step, offload=offload, activations=activations_of(config))
 
 

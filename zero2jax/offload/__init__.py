@@ -23,6 +23,7 @@ The files, in reading order:
   host_step     gradients on the devices, the update on the host: two pure functions
   parts         which leaves can be updated apart from the others
   chunks        the host's half, a chunk of leaves at a time
+  residents     which leaves stay on the devices, if not all go to the host
   offloaded     both jitted, and what moves between them; stands in for `zero.compiled.Compiled`
   between       a state in host memory between two phases, of any engine
 

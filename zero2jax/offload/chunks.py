@@ -1,6 +1,7 @@
 """The host's half of a step, a chunk of leaves at a time: down, updated, up. Global arrays, outside of any program."""
 
 import collections
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,24 +10,57 @@ from jax.sharding import NamedSharding
 
 from zero2jax.base import jaxprs
 from zero2jax.base.pytrees import PyTree
-from zero2jax.offload.host_step import Handed, HostStep
-from zero2jax.offload.parts import Part, split_update
+from zero2jax.offload.parts import Part, Split, split_update
 
 _IN_FLIGHT = 2  # chunks whose gradients and copies are in host memory
 
-Updated = tuple[list[jax.Array], list[jax.Array], list[jax.Array], jax.Array | None]
-"""Trainable parameters, leaves of the optimizer state, copies on the devices, and the learning rate."""
+Move = Callable[[tuple[int, ...], list[jax.Array]], list[jax.Array]]
+"""(indices of parameters, an array of each) -> the arrays elsewhere."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """An update as a jaxpr over flat arguments: n parameters, m leaves of the state, n gradients, and others.
+
+    Attributes:
+      jaxpr: from these to n parameters, m leaves of the state, n copies and perhaps the learning rate.
+      num_params: n.
+      num_state: m.
+    """
+
+    jaxpr: Any
+    num_params: int
+    num_state: int
+
+    @classmethod
+    def of(cls, update: Callable[..., Any], args: Sequence[PyTree]) -> "Flat":
+        """The update traced for arguments of these shapes."""
+        num_params, num_state = (len(jax.tree.leaves(tree)) for tree in args[:2])
+        return cls(jaxprs.inlined(jaxprs.trace(update, *args)[0]), num_params, num_state)
+
+    @property
+    def copies_at(self) -> int:
+        """Index of the first gradient among the arguments, and of the first copy among the results."""
+        return self.num_params + self.num_state
+
+    @property
+    def num_results(self) -> int:
+        """How many results there are."""
+        return len(jaxprs.outputs(self.jaxpr))
+
+    def split(self) -> Split:
+        """Its parts, as small as can be."""
+        return split_update(self.jaxpr, self.num_params, self.num_state)
 
 
 class ChunkedUpdate:
-    """`HostStep.update` in parts, each a program of its own.
+    """An update in parts, each a program of its own.
 
     Args:
-      halves: the step.
-      args: shapes of the arguments of `HostStep.update`.
-      shardings: of its results, flat, but for the learning rate's.
-      scalar: sharding of a scalar on the host.
-      chunk_bytes: masters of one device in a part, about.
+      flat: the update.
+      split: its parts, or some of them.
+      shardings: of its results.
+      complete: whether copies are made, and what belongs to no part: shared leaves of the state, the learning rate.
       options: for the compiler.
 
     Attributes:
@@ -35,32 +69,23 @@ class ChunkedUpdate:
 
     def __init__(
         self,
-        halves: HostStep,
-        args: Sequence[PyTree],
+        flat: Flat,
+        split: Split,
         shardings: Sequence[NamedSharding],
-        scalar: NamedSharding,
-        chunk_bytes: int,
+        *,
+        complete: bool,
         options: Mapping[str, Any],
     ):
-        layout, mesh = halves.program.layout, halves.program.mesh
-        jaxpr, _ = jaxprs.trace(halves.update, *args)
-        self._num_params, self._num_state = (len(jax.tree.leaves(tree)) for tree in args[:2])
-        leaves = layout.trained_params.leaves
-        sizes = [leaf.rest_bytes // leaf.num_model_shards(mesh) for leaf in leaves]
-        split = split_update(jaxpr, self._num_params, self._num_state, sizes, chunk_bytes)
+        self._flat, self._shardings, self._complete = flat, shardings, complete
         self.num_parts = len(split.parts)
-        self._shardings = [*shardings, scalar]
-        num_outputs = len(jaxprs.outputs(jaxpr))
-        copies_at = self._num_params + self._num_state
-        # What belongs to no part is made by the first: shared leaves of the state and the learning rate.
-        more = [self._num_params + j for j in split.shared] + list(
-            range(copies_at + self._num_params, num_outputs)
-        )
+        shared = [flat.num_params + j for j in split.shared]
+        more = [*shared, *range(flat.copies_at + flat.num_params, flat.num_results)]
         self._parts: list[tuple[Part, _Program]] = []
         for k, part in enumerate(split.parts):
-            own = [*part.params, *[self._num_params + j for j in part.state]]
-            which = [*own, *[copies_at + i for i in part.params], *(more if k == 0 else [])]
-            self._parts.append((part, self._program(jaxpr, own, which, options)))
+            own = [*part.params, *[flat.num_params + j for j in part.state]]
+            copies = [flat.copies_at + i for i in part.params]
+            which = [*own, *copies, *(more if k == 0 else [])] if complete else own
+            self._parts.append((part, self._program(flat.jaxpr, own, which, options)))
 
     def _program(
         self, jaxpr: Any, own: Sequence[int], which: Sequence[int], options: Mapping[str, Any]
@@ -82,48 +107,36 @@ class ChunkedUpdate:
         return _Program(jitted, donated, others, list(which))
 
     def __call__(
-        self,
-        home: tuple[PyTree, PyTree],
-        sums: list[Any],
-        handed: Handed,
-        extra_args: Mapping[str, Any],
-        down: Callable[[list[int], list[jax.Array]], list[jax.Array]],
-        up: Callable[[list[int], list[jax.Array]], list[jax.Array]],
-    ) -> Updated:
-        """Update all leaves.
+        self, values: list[Any], sums: list[Any], down: Move | None = None, up: Move | None = None
+    ) -> dict[int, jax.Array]:
+        """The results by index; copies are on the devices.
 
         Args:
-          home: trainable parameters and optimizer state, on the host; donated.
-          sums: gradients on the devices; emptied, so that their memory is free as soon as it can be.
-          handed: scalars on the host.
-          extra_args: for the transformation, on the host.
-          down: gradients of some leaves, to the host.
-          up: copies of some leaves, to the devices.
+          values: the arguments, those of its parts donated; gradients are yet to come.
+          sums: gradients on the devices; taken out one after the other, so that their memory is free.
+          down: brings gradients to the host; None leaves them where they are.
+          up: brings copies to the devices, likewise.
         """
-        n, copies_at = self._num_params, self._num_params + self._num_state
-        values = [*jax.tree.leaves(home), *[None] * n, *jax.tree.leaves((handed, dict(extra_args)))]
+        at = self._flat.copies_at
         results: dict[int, Any] = {}
         in_flight: collections.deque[list[jax.Array]] = collections.deque()
         for part, program in self._parts:
             if len(in_flight) == _IN_FLIGHT:
                 jax.block_until_ready(in_flight.popleft())
-            for i, x in zip(
-                part.params, down(list(part.params), [sums[i] for i in part.params]), strict=True
-            ):
-                values[copies_at + i], sums[i] = x, None
+            grads = [sums[i] for i in part.params]
+            for i, x in zip(part.params, grads if down is None else down(part.params, grads), strict=True):
+                values[at + i], sums[i] = x, None
+            del grads
             made = program(values)
             for i in part.params:
-                values[copies_at + i] = None
-            copies = [made.pop(copies_at + i) for i in part.params]
-            sent = up(list(part.params), copies)
-            results |= made | {copies_at + i: x for i, x in zip(part.params, sent, strict=True)}
-            in_flight.append(copies)
-        for x in jax.tree.leaves(home):  # the few that no part alone could be given: scalars
-            if not x.is_deleted():
-                x.delete()
-        rate = results.get(copies_at + n)
-        ordered = [results[i] for i in range(copies_at + n)]
-        return ordered[:n], ordered[n:copies_at], ordered[copies_at:], rate
+                values[at + i] = None
+            if self._complete:
+                copies = [made[at + i] for i in part.params]
+                in_flight.append(copies)
+                sent = copies if up is None else up(part.params, copies)
+                made |= {at + i: x for i, x in zip(part.params, sent, strict=True)}
+            results |= made
+        return results
 
 
 class _Program:

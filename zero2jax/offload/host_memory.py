@@ -8,22 +8,29 @@ from jax.sharding import Mesh
 
 from zero2jax.base.tables import readable_bytes
 from zero2jax.zero.gradient_settings import GradientSettings
+from zero2jax.zero.shard_plan import ShardPlan
 from zero2jax.zero.state import Layout
 
 MIB = 2**20
 
 
-def state_bytes(layout: Layout, mesh: Mesh) -> tuple[int, int]:
-    """(masters, optimizer state) that the host stores for one device, padding included."""
-    masters = sum(leaf.rest_bytes // leaf.num_model_shards(mesh) for leaf in layout.trained_params.leaves)
-    others = sum(leaf.rest_bytes // leaf.num_model_shards(mesh) for leaf in layout.opt_state.leaves)
-    return masters, others
+def state_bytes(layout: Layout, mesh: Mesh, *, resident: bool = False) -> tuple[int, int]:
+    """(masters, optimizer state) that the host, or the device itself, stores for one device, padding included."""
+
+    def stored(plan: ShardPlan, on_device: frozenset[int]) -> int:
+        sizes = [leaf.rest_bytes // leaf.num_model_shards(mesh) for leaf in plan.leaves]
+        return sum(size for i, size in enumerate(sizes) if (i in on_device) == resident)
+
+    params = stored(layout.trained_params, layout.resident_params)
+    return params, stored(layout.opt_state, layout.resident_state)
 
 
-def transfer_bytes(settings: GradientSettings, mesh: Mesh) -> tuple[int, int]:
+def transfer_bytes(layout: Layout, settings: GradientSettings, mesh: Mesh) -> tuple[int, int]:
     """(gradients that go down, parameters that come up) per device and step, padding included."""
     down = up = 0
-    for i in settings.trained:
+    for k, i in enumerate(settings.trained):
+        if k in layout.resident_params:
+            continue
         leaf = settings.plan.leaves[i]
         size = math.prod(leaf.rest_shape) // leaf.num_model_shards(mesh)
         size //= 1 if leaf.dim is None else leaf.num_shards
@@ -34,7 +41,7 @@ def transfer_bytes(settings: GradientSettings, mesh: Mesh) -> tuple[int, int]:
 
 def needed_bytes(layout: Layout, settings: GradientSettings, mesh: Mesh) -> int:
     """What the devices of this process need on their host: the state, and a step's gradients and copies."""
-    per_device = sum(state_bytes(layout, mesh)) + sum(transfer_bytes(settings, mesh))
+    per_device = sum(state_bytes(layout, mesh)) + sum(transfer_bytes(layout, settings, mesh))
     return per_device * len(mesh.local_devices)
 
 

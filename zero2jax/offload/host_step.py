@@ -6,11 +6,12 @@ divides, clips and updates, by the same arithmetic in the same order as a step w
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from zero2jax.base.pytrees import PyTree
 from zero2jax.base.transformation import learning_rate
@@ -57,9 +58,11 @@ class HostStep:
 
     Attributes:
       program: the step as it is without offloading, on the mesh of the devices.
+      home: the mesh on which the update runs, the host's.
     """
 
     program: StepProgram
+    home: Mesh
 
     def reduced(self, state: TrainState, batch: PyTree, loss_args: Mapping[str, PyTree]) -> Reduced:
         """Gradients and metrics. On the devices.
@@ -98,8 +101,7 @@ class HostStep:
           handed: scalars.
           extra_args: for the transformation.
         """
-        program, layout, home = self.program, self.program.layout, self.program.layout.host
-        assert home is not None
+        program, layout, home = self.program, self.program.layout, self.home
         on_host = dataclasses.replace(program, mesh=home)
         old = unpad(trained, layout.trained_params, home)
         old_state = unpad(opt_state, layout.opt_state, home)
@@ -110,10 +112,9 @@ class HostStep:
         new = pad(new, layout.trained_params, home)
         return new, pad(new_state, layout.opt_state, home), self.copies(new), learning_rate(new_state)
 
-    def copies(self, trained: PyTree) -> list[jax.Array]:
-        """Trainable parameters in the dtype that they are computed in, in buffers of their own. On the host."""
-        settings = self.program.settings
-        dtypes = [settings.compute_dtype(i) for i in settings.trained]
-        return [
-            jnp.array(x, dtype, copy=True) for x, dtype in zip(jax.tree.leaves(trained), dtypes, strict=True)
-        ]
+    def copies(self, trained: PyTree, which: Sequence[int] | None = None) -> list[jax.Array]:
+        """Trainable parameters, or those of some indices, in the dtype that they are computed in, as new buffers."""
+        settings, leaves = self.program.settings, jax.tree.leaves(trained)
+        indices = settings.trained if which is None else [settings.trained[i] for i in which]
+        dtypes = [settings.compute_dtype(i) for i in indices]
+        return [jnp.array(x, dtype, copy=True) for x, dtype in zip(leaves, dtypes, strict=True)]

@@ -4,17 +4,20 @@ A step: gradients on the devices; sums and scalars go down; the update, with mas
 in the computed dtype come up. Nothing of it waits for numbers in Python.
 """
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from zero2jax.base.mesh import moved, replicated
 from zero2jax.base.pytrees import PyTree, is_traced, shapes_of
-from zero2jax.offload.chunks import ChunkedUpdate
+from zero2jax.offload.chunks import ChunkedUpdate, Flat
 from zero2jax.offload.host_step import Handed, HostStep, Reduced
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.zero.compiled import Compiled, CompilerOptions
@@ -28,7 +31,10 @@ class Offloaded(Compiled):
     def __init__(self, program: StepProgram, options: CompilerOptions, settings: OffloadSettings):
         super().__init__(program, options)
         self._settings = settings
-        self._halves = HostStep(program)
+        assert program.layout.host is not None
+        self._halves = HostStep(program, program.layout.host)
+        resident = program.layout.resident_params
+        self._moving = [i for i in range(len(program.layout.trained_params.leaves)) if i not in resident]
         self._copies = _Copies()
 
     @property
@@ -65,10 +71,13 @@ class Offloaded(Compiled):
         trained = jax.tree.leaves(self.layout.trained(state.params))
         copies = self._copies.of(trained)
         if copies is None:
-            home = moved(trained, self.host_params)
-            shardings = jax.tree.leaves(self.layout.trained_params.shardings(self._program.mesh))
-            copies = moved(self._cast(home), shardings)
+            homes = self.layout.homes(self._program.mesh)[0]
+            home = moved([trained[i] for i in self._moving], [homes[i] for i in self._moving])
+            there = jax.tree.leaves(self.layout.trained_params.shardings(self._program.mesh))
+            copies = moved(self._cast(home), [there[i] for i in self._moving])
             self.keep_copies(trained, copies)
+        seen = dict(enumerate(trained)) | dict(zip(self._moving, copies, strict=True))
+        copies = [seen[i] for i in range(len(trained))]
         params = merge(copies, state.params, self.layout.trainable)
         return state._replace(params=params, opt_state=())
 
@@ -82,23 +91,21 @@ class Offloaded(Compiled):
 
     def abstract_on_devices(self) -> TrainState:
         """Shapes, dtypes and shardings of what `on_devices` gives."""
-        mesh, settings = self._program.mesh, self._program.settings
-        state = self.layout.abstract_state(mesh)
-        leaves, treedef = jax.tree.flatten(self.layout.params.rest_shapes(mesh))
+        mesh, settings, layout = self._program.mesh, self._program.settings, self.layout
+        moving = {settings.trained[i] for i in self._moving}
+        leaves, treedef = jax.tree.flatten(layout.params.rest_shapes(mesh))
+        dtype = lambda i, x: settings.compute_dtype(i) if i in moving else x.dtype
         shapes = [
-            jax.ShapeDtypeStruct(x.shape, settings.compute_dtype(i), sharding=x.sharding)
-            for i, x in enumerate(leaves)
+            jax.ShapeDtypeStruct(x.shape, dtype(i, x), sharding=x.sharding) for i, x in enumerate(leaves)
         ]
-        return state._replace(params=jax.tree.unflatten(treedef, shapes), opt_state=())
-
-    @functools.cached_property
-    def host_params(self) -> list[NamedSharding]:
-        """Where trainable parameters are stored."""
-        return jax.tree.leaves(self.layout.trained_params.shardings(self.layout.host))  # type: ignore[arg-type]
+        params = jax.tree.unflatten(treedef, shapes)
+        return layout.abstract_state(mesh)._replace(params=params, opt_state=())
 
     @functools.cached_property
     def _cast(self) -> Any:
-        return jax.jit(self._halves.copies, out_shardings=self.host_params)
+        homes = self.layout.homes(self._program.mesh)[0]
+        cast = functools.partial(self._halves.copies, which=self._moving)
+        return jax.jit(cast, out_shardings=[homes[i] for i in self._moving])
 
 
 class OffloadedStep:
@@ -138,18 +145,17 @@ class OffloadedStep:
             compiler_options=dict(options) or None,
         )
         self._host_sums = jax.tree.leaves(plan.shardings(layout.host))
-        shardings = (
-            plan.shardings(layout.host),
-            layout.opt_state.shardings(layout.host),
-            self._host_sums,
-            self._on_host,
-        )
-        self._host_state = jax.tree.leaves(shardings[:2])
+        self._homes = layout.homes(program.mesh)
+        of_state = layout.opt_state.shardings(layout.host)
+        self._host_results = [*self._host_sums, *jax.tree.leaves(of_state), *self._host_sums, self._on_host]
+        of_state = layout.opt_state.shardings(program.mesh)
+        self._device_results = [*self._device_sums, *jax.tree.leaves(of_state)]
         # of the update in one piece, for what only looks at it
-        self.update = jax.jit(halves.update, out_shardings=shardings, donate_argnums=(0, 1))
+        self.update = jax.jit(halves.update, donate_argnums=(0, 1))
         self._halves, self._settings = halves, settings
         self._options = {k: v for k, v in options.items() if not k.startswith("xla_gpu")}
-        self._updates: dict[Any, ChunkedUpdate] = {}
+        self._device_options = options
+        self._updates: dict[Any, tuple[ChunkedUpdate, ChunkedUpdate | None]] = {}
 
     def __call__(
         self,
@@ -165,46 +171,76 @@ class OffloadedStep:
         sums, handed, kept, metrics = self.reduce(*_apart(there, layout.trainable), batch, loss_args)
         del there
         functions.forget_copies()
-        scalars, treedef = jax.tree.flatten(handed)
-        handed = jax.tree.unflatten(treedef, moved(scalars, [self._on_host] * len(scalars)))
-        extra = jax.device_put(dict(extra_args), self._on_host)
-        trained, opt_leaves, copies, rate = self._chunked(home, sums, handed, extra)(
-            home, sums, handed, extra, self._down, self._up
-        )
-        functions.keep_copies(trained, copies)
+        extra = dict(extra_args)
+        on_host, on_devices = self._chunked(home, sums, handed, extra)
+        num, at = len(sums), len(sums) + len(layout.opt_state.leaves)
+        results: dict[int, Any] = {}
+        if on_devices is not None:
+            values = self._values(home, handed, extra, self._on_devices)
+            shared = [i for i in range(num, at) if i - num not in layout.resident_state]
+            arrived = moved([values[i] for i in shared], [self._device_results[i] for i in shared])
+            for i, x in zip(shared, arrived, strict=True):
+                values[i] = x
+            results |= on_devices(values, sums)
+        values = self._values(home, handed, extra, self._on_host)
+        results |= on_host(values, sums, self._down, self._up)
+        for x in home:  # the few that no part alone could be given: scalars
+            if not x.is_deleted():
+                x.delete()
+        trained, opt_leaves = ([results[i] for i in range(*ends)] for ends in ((0, num), (num, at)))
+        functions.keep_copies(trained, [results[at + i] for i in range(num) if at + i in results])
+        rate = results.get(at + num)
         if rate is not None:
             (rate,) = moved([rate], [self._on_devices])
         params = layout.params.treedef.unflatten(_joined(trained, kept.params, layout.trainable))
         opt_state = layout.opt_state.treedef.unflatten(opt_leaves)
         return kept._replace(params=params, opt_state=opt_state), metrics | {"learning_rate": rate}
 
-    def _chunked(self, home: PyTree, sums: list[jax.Array], handed: Handed, extra: PyTree) -> ChunkedUpdate:
-        """The update for these shapes; other extra arguments make another."""
+    def _values(self, home: list[Any], handed: Handed, extra: PyTree, scalar: NamedSharding) -> list[Any]:
+        """Flat arguments of the update, gradients left out, its scalars where it runs."""
+        scalars = jax.tree.leaves(handed)
+        num_params = len(self._homes[0])
+        scalars = moved(scalars, [scalar] * len(scalars))
+        return [*home, *[None] * num_params, *scalars, *jax.tree.leaves(jax.device_put(extra, scalar))]
+
+    def _chunked(
+        self, home: list[Any], sums: list[jax.Array], handed: Handed, extra: PyTree
+    ) -> tuple[ChunkedUpdate, ChunkedUpdate | None]:
+        """The update on the host and that on the devices for these shapes; other extra arguments make others."""
         leaves, treedef = jax.tree.flatten(extra)
-        key = (treedef, *[(x.shape, x.dtype) for x in leaves])
+        key = (treedef, *[(np.shape(x), jnp.result_type(x)) for x in leaves])
         if key not in self._updates:
-            shapes = shapes_of((*home, sums, handed, extra))
-            self._updates[key] = ChunkedUpdate(
-                self._halves,
-                shapes,
-                [*self._host_state, *self._host_sums],
-                self._on_host,
-                self._settings.chunk_bytes,
-                self._options,
-            )
+            layout, num = self._layout, len(sums)
+            trained = jax.tree.unflatten(jax.tree.structure(layout.trained(layout.params.tree)), home[:num])
+            shapes = shapes_of((trained, layout.opt_state.treedef.unflatten(home[num:]), sums, handed, extra))
+            flat = Flat.of(self._halves.update, shapes)
+            split, sizes = flat.split(), [leaf.rest_bytes for leaf in layout.trained_params.leaves]
+            resident = layout.resident_params
+            chunks = split.only(frozenset(range(num)) - resident).joined(sizes, self._settings.chunk_bytes)
+            on_host = ChunkedUpdate(flat, chunks, self._host_results, complete=True, options=self._options)
+            on_devices = None
+            if resident:
+                halves = dataclasses.replace(self._halves, home=self._halves.program.mesh)
+                on_devices = ChunkedUpdate(
+                    Flat.of(halves.update, shapes),
+                    split.only(resident).joined(sizes, sum(sizes)),
+                    self._device_results,
+                    complete=False,
+                    options=self._device_options,
+                )
+            self._updates[key] = on_host, on_devices
         return self._updates[key]
 
-    def _down(self, which: list[int], sums: list[jax.Array]) -> list[jax.Array]:
+    def _down(self, which: tuple[int, ...], sums: list[jax.Array]) -> list[jax.Array]:
         return moved(sums, [self._host_sums[i] for i in which])
 
-    def _up(self, which: list[int], copies: list[jax.Array]) -> list[jax.Array]:
+    def _up(self, which: tuple[int, ...], copies: list[jax.Array]) -> list[jax.Array]:
         return moved(copies, [self._device_sums[i] for i in which])
 
-    def _at_home(self, state: TrainState) -> tuple[PyTree, PyTree]:
-        """Masters and optimizer state on the host, where those of an engine that does not offload are not yet."""
-        stored = self._layout.trained(state.params), state.opt_state
-        leaves, treedef = jax.tree.flatten(stored)
-        return jax.tree.unflatten(treedef, moved(leaves, self._host_state))  # type: ignore[no-any-return]
+    def _at_home(self, state: TrainState) -> list[jax.Array]:
+        """Masters and leaves of the optimizer state where they are stored, if those of another engine are not yet."""
+        leaves = jax.tree.leaves((self._layout.trained(state.params), state.opt_state))
+        return moved(leaves, [*self._homes[0], *self._homes[1]])
 
     def lower(
         self, state: PyTree, batch: PyTree, loss_args: PyTree, extra_args: PyTree
@@ -217,15 +253,9 @@ class OffloadedStep:
         """The half that runs on the host, lowered after the same batch."""
         there = self._functions.abstract_on_devices()
         reduced = jax.eval_shape(self.reduce, *_apart(there, self._layout.trainable), batch, loss_args)
-        place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         state = self._layout.abstract_state(self._on_devices.mesh)  # type: ignore[arg-type]
-        return self.update.lower(  # type: ignore[no-any-return]
-            self._layout.trained(state.params),
-            state.opt_state,
-            [place(x, sharding) for x, sharding in zip(reduced.sums, self._host_sums, strict=True)],
-            jax.tree.map(lambda x: place(x, self._on_host), reduced.handed),
-            jax.device_put(dict(extra_args), self._on_host),
-        )
+        shapes = (self._layout.trained(state.params), state.opt_state, reduced.sums, reduced.handed)
+        return self.update.lower(*shapes_of(shapes), shapes_of(dict(extra_args)))  # type: ignore[no-any-return]
 
 
 def _apart(state: TrainState, trainable: tuple[bool, ...]) -> tuple[TrainState, list[jax.Array]]:

@@ -39,17 +39,45 @@ class Split:
     parts: tuple[Part, ...]
     shared: tuple[int, ...]
 
+    def joined(self, sizes: Sequence[int], chunk_size: int) -> "Split":
+        """Neighbouring parts joined until each has `chunk_size`, by the sizes of its parameters."""
+        parts: list[Part] = []
+        size = 0
+        for part in self.parts:
+            if parts and (size < chunk_size or not part.params):
+                parts[-1] = Part(parts[-1].params + part.params, parts[-1].state + part.state)
+            else:
+                parts.append(part)
+                size = 0
+            size += sum(sizes[i] for i in part.params)
+        return dataclasses.replace(self, parts=tuple(parts))
 
-def split_update(jaxpr: Any, num_params: int, num_state: int, sizes: Sequence[int], chunk_size: int) -> Split:
-    """Parts of about `chunk_size`, as small as the dependencies allow.
+    def only(self, params: frozenset[int]) -> "Split":
+        """The parts of some parameters."""
+        return dataclasses.replace(self, parts=tuple(p for p in self.parts if params.issuperset(p.params)))
+
+    def on_host(self, param_bytes: Sequence[int], state_bytes: Sequence[int], ratio: float) -> "Split":
+        """The first parts, so many that their bytes come nearest to `ratio` of all; at least one."""
+        total = lambda part: (
+            sum(param_bytes[i] for i in part.params) + sum(state_bytes[j] for j in part.state)
+        )
+        wanted, held, best = ratio * sum(map(total, self.parts)), 0, 1
+        nearest = float("inf")
+        for number, part in enumerate(self.parts, 1):
+            held += total(part)
+            if abs(held - wanted) < nearest:
+                best, nearest = number, abs(held - wanted)
+        return dataclasses.replace(self, parts=self.parts[:best])
+
+
+def split_update(jaxpr: Any, num_params: int, num_state: int) -> Split:
+    """Parts as small as the dependencies allow.
 
     Args:
       jaxpr: of an update, from parameters, state, gradients and whatever else to parameters, state, 16-bit parameters
         and perhaps a number of the state; flat.
       num_params: number of trainable parameters.
       num_state: number of leaves of the optimizer state.
-      sizes: of each parameter, in any unit.
-      chunk_size: in the same unit.
     """
     state_at = num_params
     needs = jaxprs.dependencies(jaxpr)
@@ -66,17 +94,13 @@ def split_update(jaxpr: Any, num_params: int, num_state: int, sizes: Sequence[in
     together: dict[int, list[int]] = {}
     for node in range(len(bits)):
         together.setdefault(groups.of(node), []).append(node)
-    parts: list[Part] = []
-    size = 0
-    for nodes in together.values():
-        params = tuple(node for node in nodes if node < num_params)
-        state = tuple(own[node - num_params] for node in nodes if node >= num_params)
-        if parts and (size < chunk_size or not params):
-            parts[-1] = Part(parts[-1].params + params, parts[-1].state + state)
-        else:
-            parts.append(Part(params, state))
-            size = 0
-        size += sum(sizes[i] for i in params)
+    parts = [
+        Part(
+            params=tuple(node for node in nodes if node < num_params),
+            state=tuple(own[node - num_params] for node in nodes if node >= num_params),
+        )
+        for nodes in together.values()
+    ]
     shared = tuple(j for j in range(num_state) if j not in own)
     return Split(tuple(parts), shared)
 

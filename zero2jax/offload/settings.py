@@ -10,6 +10,8 @@ class OffloadSettings:
     """Masters and optimizer state of an engine are stored in host memory, and updated there.
 
     Attributes:
+      ratio: part of the masters' and the optimizer state's bytes that the host stores and updates, above 0 and at most
+        1; leaves in the order of the parameters, as near to it as leaves allow. The devices keep and update the others.
       chunk_bytes: gradients come down, are applied and parameters go up in chunks of leaves that have about this many
         bytes of masters per device, at least a leaf; where the optimizer ties all leaves together, in one.
       host_devices: CPU devices that hold them, of each process as many as it has devices in the mesh; None takes those
@@ -25,10 +27,16 @@ class OffloadSettings:
       16.0
     """
 
+    ratio: float = 1.0
     chunk_bytes: int = 2**28
     host_devices: tuple[jax.Device, ...] | None = None
 
     def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ValueError(
+                f"reading the offload settings: ratio is {self.ratio!r}; it lies above 0 and at most at 1. Without "
+                f"offloading, pass no settings."
+            )
         if not isinstance(self.chunk_bytes, int) or self.chunk_bytes < 1:
             raise ValueError(
                 f"reading the offload settings: chunk_bytes is {self.chunk_bytes!r}; it is a whole number of bytes, at "

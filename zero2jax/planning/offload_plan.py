@@ -17,6 +17,7 @@ class OffloadPlan:
     Attributes:
       master_bytes: fp32 masters in host memory.
       optimizer_bytes: optimizer state in host memory.
+      resident_bytes: optimizer state that stays on the device and is no argument of the step that is compiled.
       down_bytes: gradients that go to the host in a step.
       up_bytes: parameters that come back.
       num_devices: devices of one host.
@@ -25,6 +26,7 @@ class OffloadPlan:
 
     master_bytes: int
     optimizer_bytes: int
+    resident_bytes: int
     down_bytes: int
     up_bytes: int
     num_devices: int
@@ -69,10 +71,11 @@ def offload_plan(
     if engine.offload is None:
         return None
     masters, optimizer = state_bytes(engine.layout, engine.mesh)
-    down, up = transfer_bytes(settings, engine.mesh)
+    down, up = transfer_bytes(engine.layout, settings, engine.mesh)
     return OffloadPlan(
         master_bytes=masters,
         optimizer_bytes=optimizer,
+        resident_bytes=state_bytes(engine.layout, engine.mesh, resident=True)[1],
         down_bytes=down,
         up_bytes=up,
         num_devices=min(devices_per_host, engine.mesh.size),

@@ -84,12 +84,16 @@ class PlanReport:
     @property
     def rest_bytes(self) -> int:
         """What the step takes: state, and its batch."""
-        return self.audit.memory.argument_bytes
+        return self.audit.memory.argument_bytes + self._resident_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Peak of the step, as the compiler allocates it."""
-        return self.audit.memory.total_bytes
+        """Peak of the step, as the compiler allocates it, and what stays on the device beside it."""
+        return self.audit.memory.total_bytes + self._resident_bytes
+
+    @property
+    def _resident_bytes(self) -> int:
+        return 0 if self.offload is None else self.offload.resident_bytes
 
     @property
     def alias_bytes(self) -> int:

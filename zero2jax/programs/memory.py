@@ -75,7 +75,7 @@ class MemoryReport:
     def held(self) -> tuple[str, ...]:
         """The classes that `total_bytes` adds up."""
         if any(row.name == BETWEEN_STEPS for row in self.rows):  # gradients leave the program
-            return MASTER, BETWEEN_STEPS, GRADIENTS, TEMPORARY
+            return MASTER, OPTIMIZER, BETWEEN_STEPS, GRADIENTS, TEMPORARY
         return MASTER, OPTIMIZER, TEMPORARY
 
     def as_dict(self) -> dict[str, Any]:
@@ -150,24 +150,28 @@ def _stored_rows(
             _row(MASTER, live_bytes(state.params), "live buffers", formulas[MASTER]),
             _row(OPTIMIZER, live_bytes(state.opt_state), "live buffers", formulas[OPTIMIZER]),
         ]
+    at = lambda leaves, which, inside: [x for i, x in enumerate(leaves) if (i in which) == inside]
     frozen = [x for x, t in zip(jax.tree.leaves(state.params), layout.trainable, strict=True) if not t]
-    trained = layout.trained(state.params)
-    leaves = [settings.plan.leaves[i] for i in settings.trained]
+    trained, opt_state = jax.tree.leaves(layout.trained(state.params)), jax.tree.leaves(state.opt_state)
+    here = [*frozen, *at(trained, layout.resident_params, True)]
+    opt_here = at(opt_state, layout.resident_state, True)
     copies = sum(
-        leaf.rest_bytes
-        // leaf.num_model_shards(mesh)
+        layout.params.leaves[i].rest_bytes
+        // layout.params.leaves[i].num_model_shards(mesh)
         * int(settings.compute_dtype(i).itemsize)
-        // leaf.dtype.itemsize
-        for i, leaf in zip(settings.trained, leaves, strict=True)
+        // int(layout.params.leaves[i].dtype.itemsize)
+        for k, i in enumerate(settings.trained)
+        if k not in layout.resident_params
+    )
+    rows = (
+        (MASTER, live_bytes(here), "frozen leaves, and what stays here"),
+        (OPTIMIZER, live_bytes(opt_here), "what stays here"),
+        (BETWEEN_STEPS, copies, "masters of the host, in the compute dtype"),
+        (MASTER + ON_HOST, live_bytes(at(trained, layout.resident_params, False)), "the others"),
+        (OPTIMIZER + ON_HOST, live_bytes(at(opt_state, layout.resident_state, False)), "the others"),
     )
     return [
-        _row(MASTER, live_bytes(frozen), "live buffers", Formula(live_bytes(frozen), "frozen leaves alone")),
-        _row(OPTIMIZER, 0, "all of it is on the host", Formula(0, "")),
-        _row(MASTER + ON_HOST, live_bytes(trained), "live buffers", formulas[MASTER]),
-        _row(OPTIMIZER + ON_HOST, live_bytes(state.opt_state), "live buffers", formulas[OPTIMIZER]),
-        _row(
-            BETWEEN_STEPS, copies, "their dtypes and shards", Formula(copies, "masters in the compute dtype")
-        ),
+        _row(name, num_bytes, "live buffers", Formula(num_bytes, words)) for name, num_bytes, words in rows
     ]
 
 

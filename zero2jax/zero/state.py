@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from zero2jax.base.mesh import DataAxes, axis_size, moved, replicated
 from zero2jax.base.pytrees import (
@@ -65,6 +65,8 @@ class Layout:
       loss_scale: how the loss is scaled, if it is.
       host: the mesh of CPU devices in whose memory trainable parameters and optimizer state are stored, one in the
         place of each device of the mesh; None where they are stored on the mesh itself.
+      resident_params: of the trainable parameters, by index, those that are stored on the mesh all the same.
+      resident_state: of the leaves of the optimizer state, by index, those.
     """
 
     params: ShardPlan
@@ -72,6 +74,18 @@ class Layout:
     trainable: tuple[bool, ...]
     loss_scale: LossScale | None = None
     host: Mesh | None = None
+    resident_params: frozenset[int] = frozenset()
+    resident_state: frozenset[int] = frozenset()
+
+    def homes(self, mesh: Mesh) -> tuple[list[NamedSharding], list[NamedSharding]]:
+        """Where each trainable parameter, and each leaf of the optimizer state, is stored."""
+
+        def shardings(plan: ShardPlan, resident: frozenset[int]) -> list[NamedSharding]:
+            home = lambda i: mesh if i in resident else self.host or mesh
+            return [plan.sharding(leaf, home(i)) for i, leaf in enumerate(plan.leaves)]
+
+        of_params = shardings(self.trained_params, self.resident_params)
+        return of_params, shardings(self.opt_state, self.resident_state)
 
     @property
     def trained_params(self) -> ShardPlan:
@@ -88,15 +102,20 @@ class Layout:
 
     def abstract_state(self, mesh: Mesh) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
-        everywhere, home = replicated(mesh), self.host or mesh
+        everywhere = replicated(mesh)
+        at = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        all_params, all_state = self.params.rest_shapes(mesh), self.opt_state.rest_shapes(mesh)
+        of_params, of_state = self.homes(mesh)
+        trained = [
+            at(x, s) for x, s in zip(jax.tree.leaves(self.trained(all_params)), of_params, strict=True)
+        ]
+        opt_state = [at(x, s) for x, s in zip(jax.tree.leaves(all_state), of_state, strict=True)]
         place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
         step, rng, loss_scale = jax.tree.map(place, jax.eval_shape(lambda: self.first_scalars(0)))
         return TrainState(
             step=step,
-            params=merge(
-                self.trained_params.rest_shapes(home), self.params.rest_shapes(mesh), self.trainable
-            ),
-            opt_state=self.opt_state.rest_shapes(home),
+            params=merge(trained, all_params, self.trainable),
+            opt_state=self.opt_state.treedef.unflatten(opt_state),
             rng=rng,
             loss_scale=loss_scale,
         )
@@ -344,7 +363,12 @@ def make_opt_state(tx: optax.GradientTransformation, params: PyTree, layout: Lay
         opt_state = tx.init(unpad(trained, layout.trained_params, home))
         return pad(opt_state, layout.opt_state, home)
 
-    return jax.jit(build, out_shardings=layout.opt_state.shardings(home))(layout.trained(params))
+    trained, treedef = jax.tree.flatten(layout.trained(params))
+    home_params = jax.tree.leaves(layout.trained_params.shardings(home))
+    made = jax.jit(build, out_shardings=layout.opt_state.shardings(home))(
+        jax.tree.unflatten(treedef, moved(trained, home_params))
+    )
+    return layout.opt_state.treedef.unflatten(moved(jax.tree.leaves(made), layout.homes(mesh)[1]))
 
 
 def unpad(tree: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
