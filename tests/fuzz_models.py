@@ -105,7 +105,8 @@ def _case(name):
     return Model(
         lambda params, batch: loss(params, batch["x"]),
         lambda: params,
-        is_mean=name not in ("scan_outputs", "index_from_the_batch", "cond", "mask_and_indices"),
+        is_mean=name
+        not in ("scan_outputs", "index_from_the_batch", "cond", "checkpoint_in_cond", "mask_and_indices"),
         layers=_LAYERS_OF_CASES.get(name, 0),
         rounding=2**-11 if name in ("cast_before_scan", "deferred_into_checkpoint") else 2**-24,
     )
@@ -124,18 +125,10 @@ _LAYERS_OF_CASES = dict.fromkeys(
     loss_cases.LAYERS,
 )
 
-# "reshaped" wants two rows. The others are about what stage 3 holds, which `test_point_of_use` compares at every stage;
-# left out, so that the first hundred draws cover every choice.
-_LEFT_OUT = {
-    "reshaped",
-    "custom_jvp_product",
-    "rounded_weights",
-    "checkpoint_in_cond",
-    "loop_that_transposes",
-}
-_LEFT_OUT |= {"stack_made_in_the_loss"}
 MODELS: dict[str, Callable[[], Model]] = {
-    name: functools.partial(_case, name) for name in loss_cases.CASES if name not in _LEFT_OUT
+    name: functools.partial(_case, name)
+    for name in loss_cases.CASES
+    if name != "reshaped"  # which wants two rows
 } | {
     "network": lambda: Model(_tokens(helpers.mean_loss), helpers.make_params, layers=helpers.LAYERS),
     "weighted_network": lambda: Model(

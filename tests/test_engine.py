@@ -264,6 +264,22 @@ def test_other_arrays_that_were_donated_are_named():
         engine.init({"w": gone, "b": PARAMS["b"]})
 
 
+def test_an_array_of_the_state_that_is_handed_over_once_more_is_refused():
+    """On two devices the process ended by a signal."""
+    engine = engine_of(n=2, stage=0, tx=optax.trace(0.9))
+    state = engine.init(PARAMS)
+    w, b = state.params["w"], state.params["b"]
+    with pytest.raises(
+        ValueError, match=r"loss_args: leaf 'a/w' is the array 'params/w' of the state.*donates"
+    ):
+        engine.step(state, X, loss_args={"a": {"w": w}})
+    with pytest.raises(ValueError, match=r"reading the batch: leaf 'x' is the array 'params/b'"):
+        engine.step(state, {"x": b})
+    twice = state._replace(opt_state=state.opt_state._replace(trace=state.params))
+    with pytest.raises(ValueError, match=r"the state: leaf 'opt_state/trace/b' is the array 'params/b'"):
+        engine.step(twice, X)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("rate", [1e-3, 1, np.float32(1e-3)])
 def test_a_number_may_be_put_into_the_state(stage, rate):
@@ -372,7 +388,7 @@ def test_float64_stays_float64(stage, n, num_microbatches, weighted):
             return errors.mean()
         return (errors * batch["weight"]).sum() / batch["weight"].sum(), {"weight": batch["weight"].sum()}
 
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         precision = zero2jax.Precision("float64")
         engine = engine_of(
             loss, n, stage, tx=optax.sgd(1.0), precision=precision, num_microbatches=num_microbatches
@@ -383,6 +399,13 @@ def test_float64_stays_float64(stage, n, num_microbatches, weighted):
         np.testing.assert_allclose(found, 2 * x.T @ (share * (x @ w)), rtol=1e-14)
         assert metrics["loss"].dtype == metrics["weight"].dtype == metrics["grad_norm"].dtype == np.float64
         np.testing.assert_allclose(metrics["loss"], share @ (x @ w) ** 2, rtol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bit_parameters_have_fp32_masters_where_jax_promotes_nothing(dtype):
+    with jax.numpy_dtype_promotion("strict"):
+        state = engine_of(n=2).abstract_state({"w": jax.ShapeDtypeStruct((5, 2), dtype)})
+    assert state.params["w"].dtype == np.float32
 
 
 # --- several processes -------------------------------------------------------------------------------------------

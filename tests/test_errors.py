@@ -110,6 +110,14 @@ def test_a_mesh_that_calls_its_data_axis_otherwise_is_told_how_to_say_so():
         zero2jax.Engine(mean_loss, optax.sgd(1.0), zero2jax.make_mesh(model=2))
 
 
+@pytest.mark.parametrize("mesh", [8, {"data": 8}, "data=8"])
+def test_what_is_no_mesh_is_refused(mesh):
+    for make in (zero2jax.Engine, zero2jax.initialize):
+        words = rf"reading the mesh: found {type(mesh).__name__}, expected a jax.sharding.Mesh. Make one with"
+        with pytest.raises(TypeError, match=words):
+            make(mean_loss, optax.sgd(1.0), mesh=mesh)
+
+
 def test_an_unknown_axis_name_is_refused():
     with pytest.raises(ValueError, match=r"axis 'batch' in a mesh with axes {'data': 8}"):
         zero2jax.Engine(mean_loss, optax.sgd(1.0), zero2jax.make_mesh(), axis_name="batch")

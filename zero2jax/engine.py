@@ -21,6 +21,7 @@ from zero2jax.base import losses
 from zero2jax.base.batches import (
     abstract_batch,
     abstract_loss_args,
+    check_apart,
     check_batch,
     place_batch,
     place_loss_args,
@@ -320,6 +321,7 @@ class Engine:
         jax.monitoring.record_event(STEP_EVENT, num_devices=self.mesh.devices.size)
         state = place_state(state, self.layout, self.mesh)
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
+        check_apart(state, {"the batch": batch, "loss_args": loss_args, "the extra arguments": extra_args})
         args = (state, *self._placed(batch, loss_args), extra_args)
         wanted = self.activations is not None and self.activations.profile
         profile = self._profiled(batch, loss_args) if wanted else None  # before the state is donated
@@ -442,9 +444,8 @@ class Engine:
         return self._compiled.abstract_on_devices(), *placed
 
     def _settled(self, result: Any) -> Any:
-        """`result`, waited for on simulated devices: there, programs that do not depend on each other and run at the
-        same time can each hold threads that the other's collectives wait for.
-        """
+        """`result`, waited for on simulated devices, where programs that run at the same time may each hold threads
+        that the other's collectives wait for."""
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         return jax.block_until_ready(result) if on_cpu and not is_traced(result) else result
 

@@ -1,5 +1,6 @@
 """Parameters out of checkpoints into safetensors files and back into shards; `safetensors` itself is the judge."""
 
+import errno
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from helpers import make_engine, make_params
 
 from zero2jax import Checkpointer, CheckpointError, export_checkpoint, load_exported
-from zero2jax.checkpoints import safetensors_file
+from zero2jax.checkpoints import export, safetensors_file
 from zero2jax.checkpoints.export import parse_bytes
 from zero2jax.checkpoints.matching import CheckpointWarning
 from zero2jax.checkpoints.safetensors_file import FileError, Tensor, read_header
@@ -196,6 +197,28 @@ def test_wrong_paths_are_refused(checkpoint, tmp_path):
         load_exported(tmp_path / "none.safetensors")
     with pytest.raises(CheckpointError, match=r"it holds \[\]"):
         load_exported(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("failing", ["write", "write_text"])
+def test_an_export_that_fails_leaves_nothing_behind_and_may_be_tried_again(
+    checkpoint, tmp_path, monkeypatch, failing
+):
+    real, calls = getattr(export, failing), []
+
+    def full(*args, **kwargs):
+        calls.append(args)
+        if failing == "write_text" or len(calls) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*args, **kwargs)
+
+    out = tmp_path / "model.safetensors"
+    with monkeypatch.context() as patch:
+        patch.setattr(export, failing, full)
+        words = r"exporting .* to .*model.safetensors: No space left on device\. Nothing is left .* Make room"
+        with pytest.raises(CheckpointError, match=words):
+            export_checkpoint(checkpoint, out, max_file_bytes=200)
+    assert list(tmp_path.iterdir()) == []
+    assert len(export_checkpoint(checkpoint, out, max_file_bytes=200)) > 2
 
 
 def test_exports_that_would_lose_numbers_or_a_directory(checkpoint, tmp_path):

@@ -5,22 +5,12 @@ import dataclasses
 
 import numpy as np
 import pytest
+from config_errors import errors_of, zero
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero2jax.config.auto import spellings
 from zero2jax.config.reading import ConfigError, ConfigWarning, read_config, resolve_auto
-
-
-def errors_of(source):
-    with pytest.raises(ConfigError) as caught:
-        read_config(source)
-    return caught.value.errors
-
-
-def zero(**keys):
-    return {"train_batch_size": 8, "zero_optimization": keys}
-
 
 AUTO = {
     "train_batch_size": "auto",

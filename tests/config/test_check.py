@@ -258,6 +258,9 @@ def test_the_tables_of_a_trainers_template_are_seen_before_it_is_filled(tmp_path
     code, _, err = checked(tmp_path, capsys, template, "--set", "bf16")
     assert code == 2
     assert "--set bf16: write KEY=VALUE" in err
+    code, _, err = checked(tmp_path, capsys, template, *["--set", "optimizer.params.lr=1"] * 2)
+    assert code == 2
+    assert "--set optimizer.params.lr=1: optimizer.params.lr is given twice. Give one value." in err
 
 
 def test_a_batch_that_does_not_fit_is_shown_as_written():
@@ -280,6 +283,10 @@ def test_check_of_odd_input():
     assert report.notes == ("1: unknown key. It is ignored.",)
     with pytest.raises(ConfigError, match="8 devices, which cannot be divided into groups of 3"):
         check_config(read_config({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}), 8)
+    with pytest.raises(
+        ConfigError, match=r"Choose a divisor of their number \(1, 2, 4, 5, 8, .*, 4000, 4096\)"
+    ):
+        check_config(read_config({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}), 10**18)
     aliases = read_config({"bfloat16": {"enabled": True, "immediate_grad_update": True}})
     assert rows(check_config(aliases))["bf16.immediate_grad_update"] == (True, "no effect")
 
@@ -327,3 +334,20 @@ def test_module_runs_without_starting_a_backend(ds_config):
     said = [line for line in done.stderr.splitlines() if "cudart_stub" not in line and "absl::" not in line]
     assert (done.returncode, said) == (0, [])
     assert "32 examples = 4 per device" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"initial_scale_power": 200}, "initial_scale_power = 200: must be at most 100"),
+        ({"min_loss_scale": 1e30}, "min_loss_scale = 1000000000000000019884624838656: the first scale"),
+        ({"loss_scale": 1e38}, "loss_scale = 1e+38: must be at most 2 ** 100"),
+        ({"hysteresis": 2**31}, "hysteresis = 2147483648: must be at most 1073741823"),
+        ({"loss_scale_window": 10**12}, "loss_scale_window = 1000000000000: must be at most 1073741823"),
+    ],
+)
+def test_a_loss_scale_that_cannot_be_is_reported_with_the_rest(keys, said):
+    report = examine({"fp16": {"enabled": True, **keys}, "train_batch_size": 17}, 8)
+    (error,) = report.errors
+    assert error.startswith(f"fp16.{said}")
+    assert report.refused, "the batch, too"

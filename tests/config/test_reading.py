@@ -5,6 +5,7 @@ import dataclasses
 import warnings
 
 import pytest
+from config_errors import errors_of, zero
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,17 +20,6 @@ from zero2jax.config.reading import (
     read_config,
 )
 from zero2jax.config.rules import not_yet
-
-
-def errors_of(source):
-    with pytest.raises(ConfigError) as caught:
-        read_config(source)
-    return caught.value.errors
-
-
-def zero(**keys):
-    return {"train_batch_size": 8, "zero_optimization": keys}
-
 
 # Values
 

@@ -1,19 +1,10 @@
 """Rules that join several keys, and what the engine does not have yet."""
 
 import pytest
+from config_errors import errors_of, zero
 
 from zero2jax.config.reading import ConfigError, read_config
 from zero2jax.config.rules import device_notes, not_yet
-
-
-def errors_of(source):
-    with pytest.raises(ConfigError) as caught:
-        read_config(source)
-    return caught.value.errors
-
-
-def zero(**keys):
-    return {"train_batch_size": 8, "zero_optimization": keys}
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -154,6 +145,11 @@ def test_a_key_with_an_error_is_not_also_without_effect():
     ("kind", "params", "words"),
     [
         ("SGD", {"nesterov": True}, "nesterov = true: there is no momentum to look ahead with"),
+        (
+            "Adam",
+            {"lr": 1e300},
+            "lr = 1e+300: must be within what fp32 holds, 3.4e38: the step computes with",
+        ),
         ("SGD", {"momentum": 0.9, "dampening": 0.1}, "dampening = 0.1: not supported: SGD's momentum"),
         ("Adagrad", {"lr_decay": 0.1}, "lr_decay = 0.1: not supported: use a scheduler block"),
         (
@@ -250,3 +246,17 @@ def test_not_yet_ignores_blocks_that_are_off():
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none", "super_offload": True}},
     }
     assert not_yet(read_config(raw)) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("WarmupLR", {"warmup_num_steps": 1e30}),
+        ("WarmupDecayLR", {"total_num_steps": 2**30}),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_second_step_size": 10**12}),
+        ("LRRangeTest", {"lr_range_test_step_size": 10**12}),
+    ],
+)
+def test_steps_beyond_the_counter_are_refused(kind, keys):
+    (error,) = errors_of({"optimizer": {"type": "Adam"}, "scheduler": {"type": kind, "params": keys}})
+    assert "must be at most 1073741823: steps are counted in 32 bits" in error

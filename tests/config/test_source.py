@@ -6,16 +6,11 @@ import json
 
 import numpy as np
 import pytest
+from config_errors import errors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero2jax.config.reading import Config, ConfigError, load_config, read_config
-
-
-def errors_of(source):
-    with pytest.raises(ConfigError) as caught:
-        read_config(source)
-    return caught.value.errors
 
 
 def test_path_text_dict_and_config_mean_the_same(tmp_path):
@@ -79,6 +74,14 @@ def test_a_path_that_exists_is_a_path(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     for source in (name, tmp_path / name, str(tmp_path / name)):
         assert read_config(source).zero_optimization.stage == 3
+
+
+@pytest.mark.parametrize(
+    "text", ["{'bf16': {'enabled': True}}", '{"gradient_clipping": NaN}', '{"seed": None}']
+)
+def test_the_words_of_python_are_told_from_those_of_json(text):
+    (error,) = errors_of(text)
+    assert error.endswith("its words are true, false and null, not True, None or NaN.")
 
 
 def test_an_empty_file_is_an_error_and_an_empty_object_is_not(tmp_path):

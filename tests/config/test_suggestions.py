@@ -1,19 +1,10 @@
 """Unknown keys: an error or a note, and what they may mean."""
 
 import pytest
+from config_errors import errors_of, zero
 
 from zero2jax.config.blocks import names_of
 from zero2jax.config.reading import Config, ConfigError, ConfigWarning, load_config, read_config
-
-
-def errors_of(source):
-    with pytest.raises(ConfigError) as caught:
-        read_config(source)
-    return caught.value.errors
-
-
-def zero(**keys):
-    return {"train_batch_size": 8, "zero_optimization": keys}
 
 
 @pytest.mark.parametrize(
@@ -116,3 +107,24 @@ def test_a_misspelt_top_level_key_is_told_along_with_the_errors():
     ]
     assert any("data_path" in note for note in caught.value.notes)
     assert "noticed: data_path" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "written"),
+    [
+        ("bf16.enabled", '{"bf16": {"enabled": ...}}'),
+        ("bfloat16.enabled", '{"bfloat16": {"enabled": ...}}'),
+        ("zero_optimization.stage", '{"zero_optimization": {"stage": ...}}'),
+        ("optimizer.params.lr", '{"optimizer": {"params": {"lr": ...}}}'),
+    ],
+)
+def test_a_key_path_in_the_place_of_blocks_is_an_error(key, written):
+    assert errors_of({key: 1}) == (
+        f"{key}: a key path, where JSON has blocks, so nothing reads it. Write {written}.",
+    )
+
+
+def test_blanks_in_a_key_can_be_seen():
+    (error,) = errors_of({" train_batch_size": 8})
+    assert error.startswith("' train_batch_size': unknown key. Did you mean 'train_batch_size'?")
+    assert read_config({"": 1}).notes == ("'': unknown key. It is ignored.",)

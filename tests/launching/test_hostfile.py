@@ -31,6 +31,8 @@ def test_hosts_are_read_and_comments_and_blank_lines_are_not():
         ("worker-1 slots", "is not of the form"),
         ("worker-1 slots=two", "is not of the form"),
         ("worker-1 slots=0", "N of at least 1"),
+        ("-oProxyCommand=x slots=1", "is not of the form"),  # ssh would take it for an option
+        ("worker-1 slots=99999999999999", "N of at least 1 and at most 4096, as in"),
         ("this is bad slots=1", "is not of the form"),
         ("# nothing\n\n", "hosts.txt: it names no host"),
     ],

@@ -191,16 +191,67 @@ def test_one_that_is_killed_counts_as_a_shell_counts_it(capfd):
     assert "process 0 failed first (SIGKILL)" in capfd.readouterr().err
 
 
-def test_one_that_jax_ended_is_not_the_cause():
-    """Both are dead before the launcher looks; the one that was aborted had waited for the other."""
+@pytest.mark.parametrize(
+    ("consequence", "cause", "code", "failed"),
+    [("kill -ABRT $$", "exit 3", 3, ("1",)), ("exit 1", "kill -KILL $$", 137, ("1", "0"))],
+)
+def test_of_two_that_ended_together_the_one_that_had_waited_is_not_the_cause(
+    tmp_path, consequence, cause, code, failed
+):
+    """Both are dead before the launcher looks: it is writing a line of a third one meanwhile."""
+    wait = f"while [ ! -e {tmp_path}/go ]; do sleep 0.02; done; touch {tmp_path}/dead"
+    texts = [f"{wait}0; {consequence}", f"{wait}1; {cause}", "echo ready; exec sleep 60"]
+    commands = [Command(str(i), ("sh", "-c", text), dict(os.environ)) for i, text in enumerate(texts)]
+
+    def write(line):
+        (tmp_path / "go").touch()
+        while len(list(tmp_path.glob("dead*"))) < 2:
+            time.sleep(0.02)
+        time.sleep(0.3)
+
+    outcome = run_together(commands, write=write)
+    assert (outcome.code, outcome.failed) == (code, failed)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), [("", "Exec format error"), ("#!/no/such\n", "No such file or directory")]
+)
+def test_what_is_no_program_is_named(tmp_path, capfd, content, reason):
+    path = tmp_path / "run"
+    path.write_text(content)
+    path.chmod(0o755)
+    assert main(["launch", "--platform", "cpu", str(path)]) == 1
+    error = capfd.readouterr().err
+    assert f"launching {path}: {reason}. Is it a program? A script needs a first line like #!/bin/sh" in error
+    assert "Traceback" not in error
+
+
+GLOO = "ValueError: UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by peer [127.0.0.1]:1"
+
+
+@pytest.mark.parametrize("end", [f"echo '{GLOO}'; exit 1", "kill -ABRT $$"])
+@pytest.mark.parametrize("later_s", [0, 0.5])
+def test_one_that_waited_for_another_is_not_the_cause(tmp_path, end, later_s):
+    """The first to end says that its peer had gone, or is aborted by JAX; the cause ends after it."""
     commands = [
-        Command("0", ("sh", "-c", "kill -ABRT $$"), dict(os.environ)),
-        Command("1", ("sh", "-c", "exit 3"), dict(os.environ)),
+        Command(
+            "0", ("sh", "-c", f"while [ ! -e {tmp_path}/on ]; do sleep 0.02; done; {end}"), dict(os.environ)
+        ),
+        Command(
+            "1",
+            ("sh", "-c", f"trap '' TERM; touch {tmp_path}/on; sleep {later_s}; echo mine; exit 3"),
+            dict(os.environ),
+        ),
     ]
-    outcome = run_together(commands, write=lambda line: time.sleep(0.2))
-    assert outcome.code in (3, 128 + signal.SIGABRT)
-    if len(outcome.failed) == 2:
-        assert outcome.failed == ("1", "0")
+    outcome = run_together(commands, write=lambda line: None)
+    assert (outcome.code, outcome.failed, outcome.last_lines) == (3, ("1",), ("mine",))
+
+
+def test_one_that_was_left_alone_by_nobody_that_failed_is_the_cause():
+    outcome = run_together(
+        [Command("0", ("sh", "-c", f"echo '{GLOO}'; exit 1"), dict(os.environ))], write=lambda line: None
+    )
+    assert outcome.failed == ("0",)
 
 
 # Process 1 is killed; process 0 speaks of it as gloo and JAX do, and goes on.

@@ -113,6 +113,12 @@ def test_impossible_counts_are_refused():
             zero2jax.estimate(*arguments)
     with pytest.raises(ValueError, match=r"BytesPerParam.*master=-4"):
         zero2jax.estimate(1e9, 8, master_bytes=-4)
+    for count, size in ((math.nan, 2), (math.inf, 2), (1e9, math.nan)):
+        with pytest.raises(ValueError, match="and all of them finite"):
+            zero2jax.estimate(count, 8, param_bytes=size)
+    for memory, each in ((math.nan, 2), (0, 2), (32e9, 0)):
+        with pytest.raises(ValueError, match=r"looking for the largest model of .* both must be positive"):
+            largest_model(memory, 8, 2, BytesPerParam(params=each, grads=each, master=each, optimizer=each))
 
 
 def test_table_names_the_terms():

@@ -312,6 +312,10 @@ def test_command_prints_the_table_and_draws_the_picture(capsys, tmp_path):
         (["plan_program:program", "--axes", "data=5"], "cutting a batch of 16 examples over 5 devices"),
         (["plan_program:program", "--axes", "data=64"], "it needs 64 devices"),
         (
+            ["plan_program:program", "--axes", "data=99999999999", "--target", "cpu"],
+            "at most 65536 are planned for",
+        ),
+        (
             ["plan_program:program", "--axes", "data=64"],
             "there are 8. Choose the target that is meant: --target h100-80gb for instance",
         ),
@@ -329,7 +333,37 @@ def test_command_prints_the_table_and_draws_the_picture(capsys, tmp_path):
         ),
         (["plan_program:program", "--set", "zero_optimization.stage=5"], "zero_optimization.stage"),
         (["plan_program:program", "--set", "zero_optimisation.stage=3"], "zero_optimisation"),
-        (["plan_program:program", "--vary", "a=1"], "--vary is for --search"),
+        (
+            ["plan_program:program", "--config", "run:1.json"],
+            "run:1.json.* the file cannot be read: No such file",
+        ),
+        (["plan_program:program", "--axes", "data=8,data=4"], "reading --axes: 'data' is given twice"),
+        (
+            ["plan_program:program", "--in-node-gb-per-s", "-1"],
+            "in-node rate of -1 GB/s: it must be positive",
+        ),
+        (
+            ["plan_program:program", "--across-gb-per-s", "nan"],
+            "across rate of nan GB/s: it must be positive",
+        ),
+        (["plan_program:loss_fn"], "arguments params, batch have no value. .*--set program.params=VALUE"),
+        (["./plan_program:program"], r"'\./plan_program' is no module's name.* as in plan_program:program"),
+        (["plan_program.py:program"], "no module's name.* as in plan_program:program"),
+        ([".x:program"], "'.x' is no module's name"),
+        (
+            ["plan_program:program", "--set", "nokey=9"],
+            "has no key 'nokey'. An argument of the program is written",
+        ),
+        (["plan_program:program", "--set", "batch=9"], "no key 'batch'"),
+        (
+            ["plan_program:program", "--set", "zero_optimization.stage=1", "zero_optimization.stage=2"],
+            "reading --set: 'zero_optimization.stage' is given twice",
+        ),
+        (
+            ["plan_program:program", "--png", "/no/such/x.png"],
+            "--png /no/such/x.png: .*matplotlib|'/no/such' is not",
+        ),
+        (["plan_program:program", "--vary", "zero_optimization.stage=1"], "--vary is for --search"),
         (["plan_program:program", "--search", "--png", "x.png"], "--png draws one plan"),
         (
             ["plan_program:program", "--search", "--vary", "stage"],
@@ -352,6 +386,8 @@ def test_estimate_command(capsys):
     assert "states of 14.42e9 parameters fill 32 GB at stage 2" in capsys.readouterr().out
     assert main(["estimate", "7.5e9", "--shards", "0"]) == 2
     assert "counts must be positive" in capsys.readouterr().err
+    assert main(["estimate", "7e9", "--shards", "8", "--memory-gb", "-3"]) == 2
+    assert "largest model of -3e+09 bytes per device" in capsys.readouterr().err
 
 
 @needs_compiler

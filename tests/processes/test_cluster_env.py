@@ -3,6 +3,7 @@
 import pytest
 
 from zero2jax.processes.cluster_env import find_place, first_slurm_host
+from zero2jax.processes.launcher_variables import num_restarts
 
 SLURM = {
     "SLURM_JOB_ID": "4100",
@@ -120,6 +121,7 @@ def test_arguments_come_first_and_need_each_other():
     [
         ({**PLAIN, "RANK": "4"}, r"WORLD_SIZE=4 and RANK=4: the index of a process counts from 0"),
         ({**PLAIN, "RANK": "two"}, r"RANK='two': it must be a whole number"),
+        ({**PLAIN, "WORLD_SIZE": "9" * 5000}, r"9': it must be a whole number, of 18 digits at most"),
         ({**SLURM, "WORLD_SIZE": "16", "RANK": "5"}, r"WORLD_SIZE=16 .* SLURM_NTASKS=8 .* contradict each other"),
         ({**SLURM, "MASTER_ADDR": "127.0.0.1"}, r"8 processes on 2 hosts: .*127.0.0.1:29500 is a loopback"),
         ({**PLAIN, **LOCAL, "MASTER_ADDR": "localhost"}, r"4 processes on 2 hosts: .* is a loopback"),
@@ -214,3 +216,13 @@ def test_a_kubernetes_job_is_asked_through_jax(monkeypatch):
 )
 def test_first_host_of_a_slurm_list(nodes, host):
     assert first_slurm_host(nodes) == host
+
+
+def test_the_number_of_restarts_is_read_as_a_number():
+    assert [num_restarts(env) for env in ({}, {"ZERO2JAX_RESTARTS": ""}, {"ZERO2JAX_RESTARTS": "3"})] == [
+        0,
+        0,
+        3,
+    ]
+    with pytest.raises(ValueError, match="reading ZERO2JAX_RESTARTS='x': it must be a whole number"):
+        num_restarts({"ZERO2JAX_RESTARTS": "x"})

@@ -60,6 +60,12 @@ def test_who_is_missing_is_named_to_all_who_arrived():
     assert "Other hosts cannot reach 127.0.0.1" in found[0]
 
 
+def test_a_count_beyond_any_list_is_said_as_well():
+    (found,) = roll(Entry(0, 1 << 60), timeout_s=0.1)
+    assert "process 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20 and" in found
+    assert f" and {(1 << 60) - 21} more did not arrive" in found
+
+
 def test_process_0_missing_is_said_too():
     (found,) = roll(Entry(1, 2), timeout_s=0.5)
     assert "process 0 did not answer at 127.0.0.1:" in found
@@ -301,3 +307,27 @@ def test_a_stranger_that_answers_without_end_is_left():
         (found,) = roll(Entry(1, 2), timeout_s=0.5, address=f"127.0.0.1:{server.getsockname()[1]}")
         assert time.monotonic() - start_s < 5
     assert "something else answers there" in found
+
+
+FORGED = [dataclasses.asdict(Entry(0, 2, host="evil")), dataclasses.asdict(Entry(1, 2, host="b", pid=7))]
+
+
+@pytest.mark.parametrize(
+    ("answer", "token"),
+    [
+        ({"entries": FORGED}, "another"),
+        ({"entries": FORGED, "refused": "x"}, "another"),  # only a refusal needs no signature of ours
+        ({"error": "go home", "refused": 3}, "another"),
+        ({"entries": []}, "secret"),
+        ({"entries": FORGED[:1]}, "secret"),
+        ({"entries": [3, {"x": 1}]}, "secret"),
+        ({"entries": {"0": 1, "1": 2}}, "secret"),
+    ],
+)
+def test_what_answers_in_the_place_of_process_0_is_not_believed(answer, token):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours, theirs = socket.create_connection(server.getsockname()), server.accept()[0]
+    with ours, theirs:
+        theirs.sendall(signed_line(answer, token))
+        found = roll_call._ask(ours, Entry(1, 2, host="b", pid=7), time.monotonic() + 5, "secret")
+    assert found == ({"refused": answer["refused"]} if "refused" in answer else None)

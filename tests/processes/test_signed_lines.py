@@ -1,6 +1,7 @@
 """Lines that a job's processes sign: read back, and told from everything else."""
 
 import json
+import os
 import socket
 import time
 
@@ -48,3 +49,9 @@ def test_receiving_is_bounded_in_bytes_and_time():
         theirs.sendall(b"half")
         with pytest.raises(TimeoutError):
             receive_line(ours, time.monotonic() + 0.1, 50)
+
+
+def test_a_token_may_be_of_any_bytes():
+    token = job_token({"ZERO2JAX_TOKEN": os.fsdecode(b"\xff\xfe")})
+    assert read_line(signed_line(MESSAGE, token), token) == (MESSAGE, True)
+    assert read_line(signed_line(MESSAGE, token), "") == (MESSAGE, False)

@@ -337,6 +337,15 @@ def test_a_leaf_that_is_kept_in_fp32_is_reduced_in_fp32(mode):
     assert set(reduced) == {((2, WIDTH), jnp.dtype(jnp.bfloat16)), ((1, 2), jnp.dtype(jnp.float32))}
 
 
+@pytest.mark.parametrize("name", ["cond", "custom_vjp", "scan_const"])
+def test_what_is_gathered_again_leaks_no_tracer(name):
+    """On jax 0.12, which keeps the backward pass of a custom derivative in the program."""
+    loss, params = CASES[name]
+    settings = settings_of(loss, params, 3, False)
+    with jax.checking_leaks():
+        jax.make_jaxpr(lambda p, x: sharded_gradients(loss, p, x, settings))(params, X)
+
+
 def test_a_loop_in_a_checkpoint_does_not_stack_what_it_gathers():
     found = traced("checkpoint_of_scan", "regathered")
     assert found.in_loops["all_gather"] == 3  # forward; in backward forward once more, and backward

@@ -1,5 +1,7 @@
 """Losses that look at the types of their arrays, or at the mesh in context: as on one device, at every stage."""
 
+import functools
+
 import equinox as eqx
 import equinox.internal
 import jax
@@ -93,6 +95,35 @@ def test_step_and_evaluate_give_the_loss_of_one_device(name, axes, stage):
     )
     _, metrics = engine.step(state, X)
     np.testing.assert_allclose(metrics["loss"], expected, rtol=RTOL)
+
+
+def on_a_mesh(x):
+    return jax.device_put(x, jax.NamedSharding(zero2jax.make_mesh(data=2), jax.P("data")))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loss_may_close_over_arrays_and_keys_that_lie_on_a_mesh(stage):
+    """A teacher's parameters, say, sharded over devices that are fewer than the step's."""
+    key, teacher = jax.random.key(1), np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)
+    placed_key, placed = jax.random.split(key), on_a_mesh(teacher)
+    placed_key = on_a_mesh(placed_key)
+
+    def loss(p, x, teacher=placed, keys=placed_key):
+        bias = jax.random.normal(jax.random.fold_in(keys[0], 0), (1, 4))
+        body = lambda y, _: (jax.jit(lambda y: jnp.tanh(y @ p["w"] @ teacher))(y), None)
+        y, _ = jax.lax.scan(body, x + bias, length=2)
+        return jnp.mean((y - x @ teacher) ** 2)
+
+    params = {"w": jnp.eye(4)}
+    engine = zero2jax.Engine(loss, optax.sgd(1.0), zero2jax.make_mesh(data=4), stage=stage, precision=FP32)
+    state = engine.init(params)
+    plain = functools.partial(loss, teacher=teacher, keys=jax.random.split(key))
+    value, grads = jax.value_and_grad(plain)(params, X)
+    np.testing.assert_allclose(engine.evaluate(state, X), value, rtol=RTOL)
+    state, metrics = engine.step(state, X)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=RTOL)
+    # a gradient of about one, a mean over 64 elements
+    np.testing.assert_allclose(engine.params(state)["w"], params["w"] - grads["w"], rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("stage", STAGES)

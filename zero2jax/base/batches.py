@@ -83,6 +83,25 @@ def _check_leaves(batch: PyTree) -> None:
             )
 
 
+def check_apart(donated: PyTree, others: Mapping[str, PyTree]) -> None:
+    """Raise a ValueError if an array of a tree that a program donates is handed to it a second time.
+
+    Its devices would find that out one by one, and those that run already wait for the others, or end the process.
+    """
+    seen: dict[int, str] = {}
+    for name, tree in {"the state": donated, **others}.items():
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+                continue
+            if id(x) in seen:
+                raise ValueError(
+                    f"reading {name}: leaf {path_string(path)!r} is the array {seen[id(x)]!r} of the state, which "
+                    f"engine.step donates. Hand over engine.params(state), or a copy, jnp.copy(x)."
+                )
+            if tree is donated:
+                seen[id(x)] = path_string(path)
+
+
 def place_batch(batch: PyTree, mesh: Mesh, axis_name: AxisName) -> PyTree:
     """The batch as global arrays sharded over the data axis along their leading dim; arrays already there are kept.
 

@@ -62,6 +62,12 @@ def outputs(jaxpr: Any) -> Sequence[Any]:
     return _open(jaxpr).outvars
 
 
+def constants(jaxpr: Any) -> list[Any]:
+    """The arrays that a closed jaxpr, and what it runs, closes over."""
+    inner = [x for eqn in equations(jaxpr) for body in inner_jaxprs(eqn) for x in constants(body)]
+    return [*getattr(jaxpr, "consts", ()), *inner]
+
+
 def evaluate(jaxpr: Any, args: Sequence[Any], apply: Apply) -> list[Any]:
     """Run a jaxpr on `args`, handing each equation and its operands to `apply`; returns the outputs.
 

@@ -124,7 +124,7 @@ def normalized(loss_fn: LossFn) -> Loss:
             aux = dict(aux)
             if "weight" in aux:
                 weight = jax.lax.stop_gradient(_scalar(aux.pop("weight"), "aux['weight']", integers=True))
-                weight = weight.astype(jnp.promote_types(weight.dtype, loss.dtype))
+                weight = weight.astype(max(weight.dtype, loss.dtype, key=lambda d: d.itemsize))
             frozen = aux.pop("frozen", None)
         aux, frozen = jax.lax.stop_gradient(jax.tree.map(jnp.asarray, (aux, frozen)))  # Python numbers too
         _check_aux(aux)

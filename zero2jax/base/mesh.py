@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 DATA_AXIS = "data"
@@ -125,7 +125,13 @@ def check_mesh(mesh: Mesh, axis_name: str = DATA_AXIS) -> int:
 
     Raises:
       ValueError: the mesh has no such axis, or an axis of it is not of type Auto.
+      TypeError: it is no mesh.
     """
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise TypeError(
+            f"reading the mesh: found {type(mesh).__name__}, expected a jax.sharding.Mesh. Make one with "
+            f"zero2jax.make_mesh({axis_name}=...)."
+        )
     if axis_name not in mesh.shape:
         others = [name for name in mesh.axis_names if name not in (REPLICA_AXIS, MODEL_AXIS)]
         meant = f"Pass axis_name={others[0]!r} if that is the one, or make" if others else "Make"

@@ -87,8 +87,22 @@ def export_checkpoint(
     index, paths = _paths(source, out, len(groups))
     metadata = _FORMAT | ({"aliases": json.dumps(aliases)} if aliases else {})
     overflowed: dict[str, int] = {}
-    for path, group in zip(paths, groups, strict=True):
-        _write_group(source, path, group, leaves, metadata, overflowed)
+    written = [*paths, index] if len(groups) > 1 else paths
+    complete = False
+    try:
+        for path, group in zip(paths, groups, strict=True):
+            _write_group(source, path, group, leaves, metadata, overflowed)
+        if len(groups) > 1:
+            _write_index(index, paths, groups, aliases)
+        complete = True
+    except OSError as error:
+        raise CheckpointError(
+            f"exporting {source.folder} to {out}: {error.strerror}. Nothing is left of it there. Make room, or give "
+            f"another path."
+        ) from error
+    finally:
+        for path in [] if complete else written:
+            path.unlink(missing_ok=True)
     if overflowed:
         warnings.warn(
             f"exporting {source.folder} to {out}: {overflowed} numbers do not fit into {np.dtype(dtype)} and are "
@@ -96,14 +110,7 @@ def export_checkpoint(
             CheckpointWarning,
             stacklevel=2,
         )
-    if len(groups) == 1:
-        return paths
-    content = {
-        "metadata": {"total_size": sum(t.num_bytes for t in tensors), "aliases": aliases},
-        "weight_map": {t.name: path.name for path, group in zip(paths, groups, strict=True) for t in group},
-    }
-    write_text(index, json.dumps(content, indent=2) + "\n")
-    return [index, *paths]
+    return paths if len(groups) == 1 else [index, *paths]
 
 
 def load_exported(
@@ -206,11 +213,19 @@ def _write_group(
     # Under another name until it is complete.
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
-    try:
-        write(partial, group, value, pieces=pieces, metadata=metadata, num_threads=1)
-    except OSError as error:
-        raise CheckpointError(f"exporting {source.folder} to {path}: {error.strerror}.") from error
+    write(partial, group, value, pieces=pieces, metadata=metadata, num_threads=1)
     partial.rename(path)
+
+
+def _write_index(
+    index: Path, paths: Sequence[Path], groups: Sequence[Sequence[Tensor]], aliases: Mapping[str, str]
+) -> None:
+    """Say in which file each tensor is."""
+    content = {
+        "metadata": {"total_size": sum(t.num_bytes for group in groups for t in group), "aliases": aliases},
+        "weight_map": {t.name: path.name for path, group in zip(paths, groups, strict=True) for t in group},
+    }
+    write_text(index, json.dumps(content, indent=2) + "\n")
 
 
 def _check_out(source: Checkpoint, out: Path) -> None:

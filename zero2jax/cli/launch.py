@@ -17,9 +17,35 @@ from zero2jax.launching.hosts import Hosts, divide, run_on_hosts
 from zero2jax.launching.local import Launch, check_counts, find_platform, run_launch, say
 from zero2jax.launching.scripts import Job, jobset_manifest, mpi_command, slurm_script
 from zero2jax.processes.addresses import is_loopback
-from zero2jax.processes.launcher_variables import RESTARTS
+from zero2jax.processes.launcher_variables import num_restarts
 
 _PRINTED = {"slurm": slurm_script, "mpi": mpi_command, "k8s": jobset_manifest}
+
+# Options that what is printed has no use for, and why.
+_SCHEDULED = {
+    "grace_s": "the scheduler ends the processes",
+    "first_process": "the scheduler gives the indices",
+    "total_processes": "there are --processes on each of --hosts",
+    "end_with_stdin": "nothing is started here",
+}
+_BY_NAME = "the scheduler chooses the hosts: give their number, --hosts"
+_UNUSED: dict[str, dict[str, str]] = {
+    "slurm": {
+        **_SCHEDULED,
+        "coordinator": "process 0 is on the first host that Slurm gives, at a port made of the job's number",
+        "include": _BY_NAME,
+        "exclude": _BY_NAME,
+        "max_restarts": "Slurm starts a job anew, see `sbatch --requeue`",
+    },
+    "mpi": {**_SCHEDULED, "max_restarts": "mpirun starts nothing anew"},
+    "k8s": {
+        **_SCHEDULED,
+        "coordinator": "process 0 is in the first pod of the JobSet",
+        "include": _BY_NAME,
+        "exclude": _BY_NAME,
+    },
+}
+_UNUSED_BY_SSH = dict.fromkeys(("first_process", "total_processes"), "the hostfile says which are where")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +155,7 @@ def launch(
                 f"--hostfile, which restarts on all hosts, or let what starts the launchers restart all of them."
             )
         chosen = _chosen_hosts(hosts)
+        _check_used(processes, hosts, place, chosen)
         _warn_of_misplaced(args)
         if hosts.print_for is not None:
             _check_printable(chosen.hosts, hosts.print_for)
@@ -142,8 +169,35 @@ def launch(
         return run_on_hosts(
             everywhere, chosen.hosts, processes=processes.processes, platform=processes.platform
         )
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise UsageError(
+            f"launching {script}: {error.filename}: {error.strerror}. Check that it is there, and that you may use it."
+        ) from error
+    except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def _check_used(processes: ProcessOptions, hosts: HostOptions, place: PlaceOptions, chosen: _Chosen) -> None:
+    """Refuse options that the chosen way to start has no use for: to ignore one starts something else than written."""
+    if hosts.print_for is not None:
+        way, unused = f"printing for {hosts.print_for}", _UNUSED[hosts.print_for]
+    else:
+        several = len(chosen.hosts) > 1
+        way = f"launching on {len(chosen.hosts)} hosts by ssh" if several else "launching"
+        unused = {"hosts": "it is for --print; hosts to start on stand in a --hostfile"}
+        unused |= _UNUSED_BY_SSH if several else {}
+    given = [
+        f"--{field.name.replace('_', '-')} {getattr(options, field.name)} ({unused[field.name]})"
+        for options in (processes, hosts, place)
+        for field in fields(options)
+        if field.name in unused and getattr(options, field.name) != field.default
+    ]
+    if given:
+        raise ValueError(f"{way} with {'; '.join(given)}: it would not be used. Leave it out.")
+    if hosts.hosts is not None and hosts.hosts > len(chosen.hosts) > 0:
+        raise ValueError(
+            f"{way} with --hosts {hosts.hosts}: the hostfile has {len(chosen.hosts)} to use. Lower it, or leave it out."
+        )
 
 
 def _job(
@@ -189,7 +243,7 @@ def _launch(
         first_process=place.first_process,
         total_processes=place.total_processes,
         end_with_stdin=place.end_with_stdin,
-        num_restarts=int(os.environ.get(RESTARTS, 0)),
+        num_restarts=num_restarts(os.environ),
         slots=chosen.first_slots,
     )
 
@@ -197,7 +251,15 @@ def _launch(
 def _chosen_hosts(options: HostOptions) -> _Chosen:
     filtered = bool(options.include or options.exclude)
     if options.hostfile is not None:
-        slots = parse_hostfile(options.hostfile.read_text(), str(options.hostfile))
+        try:
+            text = options.hostfile.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(
+                f"launching with --hostfile {options.hostfile}: it cannot be read ({reason}). Give a file with a line "
+                f"`host slots=N` per host."
+            ) from error
+        slots = parse_hostfile(text, str(options.hostfile))
         return _Chosen(filter_hosts(slots, options.include, options.exclude), filtered)
     if filtered:
         raise ValueError(

@@ -63,7 +63,7 @@ def check(
         raise ConfigError(
             "cannot check the configuration", [f"--devices = {devices}: must be at least 1. Raise it."]
         )
-    report = examine(Path(config), devices, every_key=all, overrides=dict(map(_key_and_value, set)))
+    report = examine(Path(config), devices, every_key=all, overrides=_overrides(set))
     if json:
         print(json_text.dumps(report.as_dict(), indent=2))
     elif report.errors:
@@ -73,15 +73,20 @@ def check(
     return _USAGE_ERROR if report.errors else 0 if report.trains else _DOES_NOT_TRAIN
 
 
-def _key_and_value(word: str) -> tuple[str, Any]:
-    """KEY=VALUE with a JSON value, or else a string."""
-    key, equals, value = word.partition("=")
-    if not equals:
-        raise UsageError(f"--set {word}: write KEY=VALUE, as in optimizer.params.lr=3e-4.")
-    try:
-        return key, json_text.loads(value)
-    except ValueError:
-        return key, value
+def _overrides(words: Sequence[str]) -> dict[str, Any]:
+    """Each KEY=VALUE with a JSON value, or else a string."""
+    values: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise UsageError(f"--set {word}: write KEY=VALUE, as in optimizer.params.lr=3e-4.")
+        if key in values:
+            raise UsageError(f"--set {word}: {key} is given twice. Give one value.")
+        try:
+            values[key] = json_text.loads(value)
+        except ValueError:
+            values[key] = value
+    return values
 
 
 def info(json: bool = False) -> None:
@@ -129,7 +134,7 @@ def plan(
     settings = plan_settings(target, links)
     set_up_jax(target.target, settings.axes)
     chosen_program = Chosen(
-        load_function(program), config, parse_set([item for items in set for item in items])
+        load_function(program), _path(config), parse_set([item for items in set for item in items])
     )
     check_devices(settings)
     if search:
@@ -158,12 +163,20 @@ def activations(
     """
     unknown = [policy for policy in policies if policy not in known_words()]
     if unknown:
-        raise UsageError(f"reading --policies {unknown[0]}: {did_you_mean(unknown[0], known_words())}")
+        hint = did_you_mean(unknown[0], known_words())
+        raise UsageError(f"reading --policies {unknown[0]}: there is no such policy. {hint}")
     settings = plan_settings(target)
     set_up_jax(target.target, settings.axes)
-    chosen = Chosen(load_function(program), config, parse_set([item for items in set for item in items]))
+    chosen = Chosen(
+        load_function(program), _path(config), parse_set([item for items in set for item in items])
+    )
     check_devices(settings)
     run_activations(chosen, settings, policies, as_json=json)
+
+
+def _path(config: str | None) -> Path | None:
+    """A file, whatever its name looks like: what is no file is no text either, on a command line."""
+    return None if config is None else Path(config)
 
 
 def estimate(
@@ -214,7 +227,10 @@ def estimate(
     found, largest = states.estimate(), []
     if memory_gb is not None:
         size = 1e9 * memory_gb
-        largest = [largest_model(size, shards, s, per_param, model_shards=model_shards) for s in STAGES]
+        try:
+            largest = [largest_model(size, shards, s, per_param, model_shards=model_shards) for s in STAGES]
+        except ValueError as error:
+            raise UsageError(str(error)) from error
     if json:
         print(json_text.dumps(found.as_dict() | ({"largest_model": largest} if largest else {}), indent=2))
     else:

@@ -14,7 +14,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,11 +25,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from zero2jax.base.mesh import DATA_AXIS, REPLICA_AXIS
 from zero2jax.base.names import nearest
 from zero2jax.cli.usage import UsageError
-from zero2jax.config.reading import DEFAULT_CONFIG, Source, read_config
+from zero2jax.config.reading import DEFAULT_CONFIG, Source, read_config, spellings
 from zero2jax.planning.planner import PlanSettings, Program, compile_plan, lower_plan, prepare_plan
 from zero2jax.planning.policy_table import POLICIES, tabulate_policies
 from zero2jax.planning.search import MICROBATCHES, PROGRAM, STAGE, config_with, search_plans
 from zero2jax.planning.targets import DEVICES_PER_HOST, MEMORY_FRACTION, get_target, target_mesh
+
+_MOST_DEVICES = 1 << 16  # each is an object here
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,34 +88,51 @@ def parse_axes(axes: str) -> dict[str, int]:
         raise UsageError(
             f"reading --axes {axes!r}: write NAME=SIZE, separated by commas, as in data=8 or data=4,model=2."
         )
-    return {name: int(size) for name, size in (axis.split("=") for axis in axes.split(","))}
+    return _once(
+        "--axes", ((name, int(size)) for name, size in (axis.split("=") for axis in axes.split(",")))
+    )
 
 
 def parse_vary(vary: Sequence[str]) -> dict[str, list[Any]]:
     """`["zero_optimization.stage=2,3"]` as `{"zero_optimization.stage": [2, 3]}`; values are read as JSON, or text."""
-    varied = {}
-    for item in vary:
-        name, equals, values = item.partition("=")
-        if not equals or not name or not values:
-            raise UsageError(
-                f"reading --vary {item!r}: write KEY=VALUE,VALUE with a key path of the configuration or program.NAME, "
-                f"as in gradient_accumulation_steps=1,2,4."
-            )
-        varied[name] = [_json_or_text(value) for value in values.split(",")]
-    return varied
+    pairs = (
+        _key_and_value("--vary", item, "KEY=VALUE,VALUE", "gradient_accumulation_steps=1,2,4")
+        for item in vary
+    )
+    return _once("--vary", ((name, [_json_or_text(x) for x in values.split(",")]) for name, values in pairs))
 
 
 def parse_set(items: Sequence[str]) -> dict[str, Any]:
     """`["program.batch=32"]` as `{"program.batch": 32}`; a value is read as JSON, or is text."""
-    values = {}
-    for item in items:
-        name, equals, value = item.partition("=")
-        if not equals or not name or not value:
-            raise UsageError(
-                f"reading --set {item!r}: write KEY=VALUE with a key path of the configuration or program.NAME, as in "
-                f"program.batch=32."
-            )
-        values[name] = _json_or_text(value)
+    pairs = (_key_and_value("--set", item, "KEY=VALUE", "program.batch=32") for item in items)
+    return _once("--set", ((name, _json_or_text(value)) for name, value in pairs))
+
+
+def _key_and_value(option: str, item: str, form: str, example: str) -> tuple[str, str]:
+    """The two sides of the equals sign; the left one is a key path that there is."""
+    name, equals, value = item.partition("=")
+    if not equals or not name or not value:
+        raise UsageError(
+            f"reading {option} {item!r}: write {form} with a key path of the configuration or program.NAME, as in "
+            f"{example}."
+        )
+    if not name.startswith(PROGRAM) and name not in (known := spellings()):
+        near = nearest(name, known) or nearest(f"{PROGRAM}{name}", known)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise UsageError(
+            f"reading {option} {item!r}: the configuration has no key {name!r}.{hint} An argument of the program is "
+            f"written {PROGRAM}NAME."
+        )
+    return name, value
+
+
+def _once(option: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs as a dict; a name that comes twice would lose a value."""
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise UsageError(f"reading {option}: {name!r} is given twice. Give one value.")
+        values[name] = value
     return values
 
 
@@ -123,6 +143,10 @@ def set_up_jax(target: str, axes: Mapping[str, int]) -> None:
     if jax.config.jax_platforms != "cpu":  # type: ignore[attr-defined]
         jax.config.update("jax_platforms", "cpu")
     num_devices = math.prod(axes.values())
+    if num_devices > _MOST_DEVICES:
+        raise UsageError(
+            f"planning for {num_devices} devices: at most {_MOST_DEVICES} are planned for. Lower --axes."
+        )
     simulated = jax.config.jax_num_cpu_devices or 0  # type: ignore[attr-defined]
     if target == "cpu" and simulated < num_devices:
         jax.config.update("jax_num_cpu_devices", num_devices)
@@ -139,6 +163,12 @@ def load_function(name: str) -> Callable[..., Program]:
         raise UsageError(
             f"reading {name!r}: write MODULE:FUNCTION, a function without arguments that returns a zero2jax.Program, "
             f"as in examples.gpt.program:program."
+        )
+    as_module = module_name.removesuffix(".py").replace(os.sep, ".").strip(".")
+    if module_name != as_module or "" in module_name.split("."):
+        raise UsageError(
+            f"reading {name!r}: {module_name!r} is no module's name. Write it as after `import`, without .py and with "
+            f"dots for slashes, as in {as_module or 'examples.gpt.program'}:{function_name}."
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -170,6 +200,16 @@ def call_program(function: Callable[..., Program], **arguments: Any) -> Program:
         raise UsageError(
             f"setting program.{unknown[0]}: the function {function.__name__!r} has no argument of that name. It has "
             f"{', '.join(parameters) or 'none'}."
+        )
+    missing = [
+        name
+        for name, p in parameters.items()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and name not in arguments
+    ]
+    if missing:
+        raise UsageError(
+            f"calling {function.__name__!r}: its arguments {', '.join(missing)} have no value. Give each one, --set "
+            f"program.{missing[0]}=VALUE, or a default."
         )
     program = function(**arguments)
     if not isinstance(program, Program):
@@ -220,6 +260,10 @@ def run_plan(chosen: Chosen, settings: PlanSettings, *, as_json: bool, png: str 
     """Plan one program, and print the report; the picture goes to `png`."""
     if png is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--png needs matplotlib, which is not installed: pip install 'zero2jax[plan]'.")
+    if png is not None and not os.access(Path(png).parent, os.W_OK):
+        raise UsageError(
+            f"--png {png}: the folder {str(Path(png).parent)!r} is not there, or cannot be written to."
+        )
     program = chosen.program()
     try:
         prepared = prepare_plan(program, chosen.config_for(program), settings)

@@ -1,5 +1,6 @@
 """Values for keys that a file leaves at "auto", as the wrappers of DeepSpeed fill them in."""
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -19,9 +20,10 @@ class Spelling(NamedTuple):
     rule: Rule | None
 
 
-def spellings(cls: Any = Config, path: str = "", name: str = "") -> dict[str, Spelling]:
+@functools.cache
+def spellings(cls: Any = Config, path: str = "", name: str = "") -> Mapping[str, Spelling]:
     """Every spelling of every key path, blocks and types included."""
-    paths = {}
+    paths: dict[str, Spelling] = {}
     for key, (field, _) in names_of(cls).items():
         here, means = (f"{prefix}.{word}".lstrip(".") for prefix, word in ((path, key), (name, field.name)))
         paths[here] = Spelling(means, field.metadata.get("rule"))

@@ -156,10 +156,10 @@ def _read_value(field: dataclasses.Field, value: Any, path: str, name: str, repo
     rule: Rule = field.metadata["rule"]
     try:
         converted = rule.convert(value)
-    except Refused:
+    except Refused as refused:
         default = None if field.default is REQUIRED else field.default
         way_out = "Give such a value." if default is None else f"The default is {shown(default)}."
-        report.error(path, value, f"must be {rule.text}", way_out, name=name)
+        report.error(path, value, f"must be {str(refused) or rule.text}", way_out, name=name)
         return default
     if isinstance(converted, (bool, int, float)) and isinstance(value, str):
         report.notes.append(f"{path}: the string {shown(value)} was read as {shown(converted)}.")

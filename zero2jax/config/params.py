@@ -7,7 +7,7 @@ do is written in `optimizers` and `schedules`.
 from dataclasses import dataclass
 
 from zero2jax.config.blocks import REQUIRED, setting
-from zero2jax.config.values import anything, boolean, choice, integer, number, optional, pair, single
+from zero2jax.config.values import anything, boolean, choice, integer, number, optional, pair, single, steps
 
 _LR = number(0.0)
 # At 1 the correction of the moments' start divides by zero at the first step.
@@ -131,7 +131,7 @@ REFUSED_OPTIMIZERS: dict[str, str] = {
     "musgd": _MUP,
 }
 
-_STEPS = integer(1)
+_STEPS = steps(1)
 _START = integer(-1, -1)
 _WARMUP_TYPE = choice("log", "linear")
 
@@ -155,10 +155,10 @@ class OneCycleParams:
     cycle_max_lr: float = setting(REQUIRED, single(_LR))
     decay_lr_rate: float = setting(0.0, number(0.0))
     cycle_first_step_size: int = setting(2000, _STEPS)
-    cycle_second_step_size: int | None = setting(None, optional(integer(0)))
-    cycle_first_stair_count: int = setting(0, integer(0))
-    cycle_second_stair_count: int | None = setting(None, optional(integer(0)))
-    decay_step_size: int = setting(0, integer(0))
+    cycle_second_step_size: int | None = setting(None, optional(steps(0)))
+    cycle_first_stair_count: int = setting(0, steps(0))
+    cycle_second_stair_count: int | None = setting(None, optional(steps(0)))
+    decay_step_size: int = setting(0, steps(0))
     cycle_momentum: bool = setting(True, boolean())
     cycle_min_mom: float = setting(0.8, single(number(0.0, 1.0)))
     cycle_max_mom: float = setting(0.9, single(number(0.0, 1.0)))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from zero2jax.config.auto import fill
+from zero2jax.config.auto import fill, spellings
 from zero2jax.config.blocks import names_of, read_block
 from zero2jax.config.params import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULERS
 from zero2jax.config.rules import check_rules
@@ -29,6 +29,7 @@ __all__ = [
     "load_config",
     "read_config",
     "resolve_auto",
+    "spellings",
 ]
 
 DEFAULT_CONFIG: Mapping[str, Any] = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
@@ -185,6 +186,14 @@ def _unknown_at_the_top(key: Any, value: Any, report: Report) -> None:
     name = str(key)
     if name.startswith(("_", "comment")):
         return
+    if name in spellings():
+        *blocks, last = name.split(".")
+        written = "".join(f'{{"{block}": ' for block in blocks) + f'{{"{last}": ...}}' + "}" * len(blocks)
+        report.errors.append(
+            f"{name}: a key path, where JSON has blocks, so nothing reads it. Write {written}."
+        )
+        report.broken.append(name)
+        return
     meant = report.suggest("", name, names_of(Config))
     if not meant and isinstance(value, Mapping) and "stage" in value:
         meant = "zero_optimization"
@@ -228,7 +237,8 @@ def _read_typed(
             ", or pass an optax tx." if path == "optimizer" else "."
         )
         tell = report.refuse if isinstance(kind, str) else report.error
-        tell(f"{path}.type", kind, "has no counterpart here", way_out)
+        rule = "has no counterpart here" if "type" in value else f"the {path} block must say which one"
+        tell(f"{path}.type", kind, rule, way_out)
         return None
     raw_params = value.get("params")
     others = {key: item for key, item in value.items() if key not in ("type", "params")}

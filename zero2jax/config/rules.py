@@ -261,7 +261,7 @@ def device_problems(config: Config, num_devices: int) -> list[str]:
     if found is None or num_devices % found[1] == 0:
         return []
     path, size = found
-    divisors = ", ".join(str(n) for n in range(1, num_devices + 1) if num_devices % n == 0)
+    divisors = ", ".join(str(n) for n in range(1, min(num_devices, 4096) + 1) if num_devices % n == 0)
     return [
         f"{path} = {size}: there are {num_devices} devices, which cannot be divided into groups of {size}. Choose a "
         f"divisor of their number ({divisors}), or give it another number of devices."

@@ -25,6 +25,7 @@ from zero2jax.config.values import (
     number,
     optional,
     remat_rule,
+    steps,
     tensor_parallel_size,
     text,
 )
@@ -129,8 +130,8 @@ class FP16:
     auto_cast: bool = setting(False, boolean())
     loss_scale: float = setting(0.0, number(0.0))
     initial_scale_power: int = setting(16, _COUNT)
-    loss_scale_window: int = setting(1000, _COUNT)
-    hysteresis: int = setting(2, _COUNT)
+    loss_scale_window: int = setting(1000, steps(0))
+    hysteresis: int = setting(2, steps(0))
     consecutive_hysteresis: bool = setting(False, boolean())
     min_loss_scale: int = setting(1, _COUNT)
     fp16_master_weights_and_grads: bool = setting(False, boolean())

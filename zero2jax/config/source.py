@@ -41,7 +41,10 @@ def raw_config(source: Any, report: Report) -> tuple[str, dict[str, Any]]:
     # An IndexError is hjson's way to say that a comment or a string has no end.
     except (ValueError, IndexError, OverflowError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        way_out = "Write one JSON object (comments and trailing commas are allowed)."
+        way_out = (
+            "Write one JSON object (comments and trailing commas are allowed); its words are true, false and null, not "
+            "True, None or NaN."
+        )
         raise ConfigError(doing, [f"not JSON or hjson ({reason}). {way_out}"]) from None
     if not isinstance(raw, dict):
         raise ConfigError(doing, [f"{name} = {shown(raw)}: must be one JSON object. Write {{ ... }}."])

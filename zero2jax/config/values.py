@@ -14,6 +14,8 @@ from typing import Any
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 _LONGEST_NAME = 80
+_FP32_MAX = 3.4028234663852886e38
+_MOST_STEPS = (1 << 30) - 1  # two of them, a cycle's halves, fit into the counter's 32 bits
 
 
 class ConfigError(ValueError):
@@ -45,7 +47,7 @@ def warn(message: str) -> None:
 
 
 class Refused(ValueError):
-    """Raised by a rule whose value is of another kind or out of range."""
+    """Raised by a rule whose value is of another kind or out of range; completes "must be ..." if not by its text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,11 +112,11 @@ class Report:
 
 def joined(path: str, key: Any) -> str:
     """The key path of `key` inside the block at `path`, printable."""
-    name = (
-        str(key)[:_LONGEST_NAME]
-        if str(key)[:_LONGEST_NAME].isprintable()
-        else ascii(str(key)[:_LONGEST_NAME])
-    )
+    name = str(key)[:_LONGEST_NAME]
+    if not name.isprintable():
+        name = ascii(name)
+    elif not name or name != name.strip():
+        name = repr(name)
     name += "..." if len(str(key)) > _LONGEST_NAME else ""
     return f"{path}.{name}" if path else name
 
@@ -192,12 +194,27 @@ def number(
             raise Refused
         if (above is not None and x <= above) or (below is not None and x >= below):
             raise Refused
+        if abs(x) > _FP32_MAX:
+            raise Refused("within what fp32 holds, 3.4e38: the step computes with it in fp32")
         return x
 
     limits = [_span(low, high).strip()] if _span(low, high) else []
     limits += [] if above is None else [f"greater than {above}"]
     limits += [] if below is None else [f"less than {below}"]
     return Rule(" ".join(["a number", " and ".join(limits)]).strip(), convert)
+
+
+def steps(low: int) -> Rule:
+    """A number of steps of at least `low`, which the 32 bits of a step counter hold."""
+    rule = integer(low)
+
+    def convert(value: Any) -> int:
+        number: int = rule.convert(value)
+        if number > _MOST_STEPS:
+            raise Refused(f"at most {_MOST_STEPS}: steps are counted in 32 bits")
+        return number
+
+    return Rule(rule.text, convert)
 
 
 def boolean() -> Rule:

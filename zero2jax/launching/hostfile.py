@@ -13,6 +13,7 @@ from pathlib import Path
 # What every host should see as this one does. DeepSpeed forwards NCCL, PYTHON, MV2, UCX and MLFLOW.
 _FORWARDED = ("FI_", "GLOO_", "JAX_", "MLFLOW", "NCCL", "OMP_", "PYTHON", "UCX", "XLA_")
 _ENVIRONMENT_FILE = ".deepspeed_env"
+_MOST_SLOTS = 4096
 
 
 def parse_hostfile(text: str, name: str = "hostfile") -> dict[str, int]:
@@ -26,11 +27,11 @@ def parse_hostfile(text: str, name: str = "hostfile") -> dict[str, int]:
         words = line.strip()
         if not words or words.startswith("#"):
             continue
-        match = re.match(r"(\S+)\s+slots=(\d+)(?:[\s#].*)?$", words)
-        if match is None or int(match[2]) < 1:
+        match = re.match(r"([^\s-]\S*)\s+slots=(\d{1,9})(?:[\s#].*)?$", words)
+        if match is None or not 1 <= int(match[2]) <= _MOST_SLOTS:
             raise ValueError(
-                f"reading {name}, line {number}: {words!r} is not of the form `host slots=N` with N of at least 1, as "
-                f"in `worker-1 slots=8`."
+                f"reading {name}, line {number}: {words!r} is not of the form `host slots=N` with N of at least 1 and "
+                f"at most {_MOST_SLOTS}, as in `worker-1 slots=8`."
             )
         if match[1] in hosts:
             raise ValueError(

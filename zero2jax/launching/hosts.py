@@ -132,7 +132,9 @@ def run_on_hosts(
         commands = host_commands(
             launch, hosts, os.environ, Path.cwd(), processes=processes, platform=platform
         )
-        outcome = run_together(commands, grace_s=launch.grace_s, write=write)
+        outcome = run_together(
+            commands, grace_s=launch.grace_s, end_with_stdin=launch.end_with_stdin, write=write
+        )
         if not outcome.failed:
             return outcome.code
         report_failure("host", outcome)

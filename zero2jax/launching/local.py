@@ -21,6 +21,10 @@ from zero2jax.processes.addresses import DEFAULT_PORT, grpc_proxy, parse_coordin
 from zero2jax.processes.launcher_variables import RESTARTS
 from zero2jax.processes.signed_lines import TOKEN
 
+_HINTS = {
+    "SIGKILL": " SIGKILL comes from outside, as when memory runs out.",
+    "SIGABRT": " SIGABRT is JAX's when another process has died or does not answer: those lines name its task.",
+}
 # Variables by which jax.distributed would believe another launcher.
 _OTHER_LAUNCHERS = ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_LOCAL_DEVICE_IDS")
 
@@ -244,8 +248,8 @@ def report_failure(what: str, outcome: Outcome) -> None:
         say(f"before that: {outcome.waited_for}")
     others = f" (also: {', '.join(outcome.failed[1:])})" if outcome.failed[1:] else ""
     said = "its last lines are above" if outcome.last_lines else "it had printed nothing"
-    killed = " SIGKILL comes from outside, as when memory runs out." if outcome.reason == "SIGKILL" else ""
-    say(f"{what} {name} failed first ({outcome.reason}){others}; {said}.{killed} All were ended.")
+    hint = _HINTS.get(outcome.reason, "")
+    say(f"{what} {name} failed first ({outcome.reason}){others}; {said}.{hint} All were ended.")
 
 
 def say(text: str) -> None:

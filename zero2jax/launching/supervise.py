@@ -39,13 +39,21 @@ _NOISE = re.compile(
 _ERRORS = re.compile(
     rb"Traceback \(most recent|[EF]\d{4} \d\d:\d\d:|\*\*\* |terminate called|Fatal Python error"
 )
+# What one says that was left alone by another in a collective: gloo's words, and NCCL's.
+_LEFT_ALONE = re.compile(
+    rb"Gloo \w+ failed: .*(closed by peer|reset by peer|Broken pipe)|remote process exited"
+)
 # Asks the kernel for SIGKILL when the parent dies (PR_SET_PDEATHSIG, 1), and becomes the command. A program of its own
 # and no `preexec_fn`: that one forks Python, which must not be done beside JAX's threads.
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if os.getppid() == int(sys.argv[1]):
-    os.execvp(sys.argv[2], sys.argv[2:])
+    try:
+        os.execvp(sys.argv[2], sys.argv[2:])
+    except OSError as error:
+        hint = "Is it a program? A script needs a first line like #!/bin/sh, with an interpreter that is there."
+        sys.exit(f"launching {sys.argv[2]}: {error.strerror}. {hint}")
 """
 
 
@@ -151,6 +159,7 @@ class _Running:
         self.unfinished, self.after_return = b"", False
         self.told = False
         self.waited_for = b""
+        self.left_alone = False
         self.quiet = False  # another one has failed, and what this one says of that is hidden
         self.num_hidden, self.hides = 0, False
         self.log: IO[bytes] | None = None
@@ -199,6 +208,7 @@ class _Running:
             return
         if WAITING.encode() in line[:60]:  # another launcher's prefix may stand before
             self.waited_for = line
+        self.left_alone = self.left_alone or _LEFT_ALONE.search(line) is not None
         self.hides = self.hides or (self.quiet and _ERRORS.match(line) is not None)
         if self.hides:
             self.num_hidden += 1
@@ -206,6 +216,11 @@ class _Running:
         if keep:
             self.last_lines.append(line)
         self.write(self.prefix + line + b"\n")
+
+    @property
+    def had_waited(self) -> bool:
+        """Whether it ended by an error because another one was gone."""
+        return self.left_alone or self.process.returncode == -signal.SIGABRT
 
     def drain(self) -> None:
         """Read what is left after the command has ended; a descendant that holds the pipe is not waited for."""
@@ -229,8 +244,14 @@ class _Running:
 
 
 def _cause_first(running: _Running) -> int:
-    """The order of blame among those that ended together; one that JAX aborted after another died comes last."""
-    return {PREEMPTED_EXIT_CODE: 1, -signal.SIGABRT: 2}.get(running.process.returncode, 0)
+    """The order of blame among those that ended together.
+
+    A signal from outside first: those that wait for a process which is gone end by an error of their own a moment
+    later, or JAX aborts them, which comes last.
+    """
+    code = running.process.returncode
+    last = {PREEMPTED_EXIT_CODE: 2, -signal.SIGABRT: 3}
+    return last.get(code, 0 if code < 0 else 1)
 
 
 def _is_readable(file: IO[bytes]) -> bool:
@@ -324,6 +345,8 @@ class _Group:
 
     def sort_out_ended(self) -> None:
         ended = [running for running in self.running if running.process.poll() is not None]
+        if ended:  # a look at all takes a while: who ended in it may be the cause
+            ended = [running for running in self.running if running.process.poll() is not None]
         for running in sorted(ended, key=_cause_first):
             self.running.remove(running)
             self.finish(running)
@@ -333,7 +356,7 @@ class _Group:
         code = running.process.returncode
         if self.signal is not None:
             self.codes.add(code)
-        elif code == 0 or self.ending:
+        elif code == 0 or (self.ending and not self.is_cause(running)):
             self.first_done = self.first_done or (running.command.name, time.monotonic())
         elif code == PREEMPTED_EXIT_CODE:
             self.preempted.append(running)
@@ -343,6 +366,11 @@ class _Group:
             if code != -signal.SIGABRT:  # that one may have waited itself
                 for other in self.running:
                     other.quiet = True
+
+    def is_cause(self, running: _Running) -> bool:
+        """Whether one that ended after a failure had failed by itself: those seen to fail had waited for it."""
+        itself = 0 < running.process.returncode < 128 and running.process.returncode != PREEMPTED_EXIT_CODE
+        return itself and bool(self.failed) and all(other.had_waited for other in self.failed)
 
     def finish(self, running: _Running) -> None:
         running.send(signal.SIGKILL)  # descendants that it left behind
@@ -390,12 +418,13 @@ class _Group:
         if not self.failed:
             preempted = bool(self.preempted)
             return Outcome(PREEMPTED_EXIT_CODE if preempted else 0, preempted=preempted)
-        cause = self.failed[0]
+        failed = [running for running in self.failed if not running.had_waited] or self.failed
+        cause = failed[0]
         code = cause.process.returncode
         how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
         return Outcome(
             code=code if code > 0 else 128 - code,
-            failed=tuple(running.command.name for running in self.failed),
+            failed=tuple(running.command.name for running in failed),
             reason=how,
             last_lines=tuple(line.decode(errors="replace") for line in cause.last_lines),
             waited_for=next(

@@ -17,6 +17,7 @@ Other than `programs.formulas`, which say what a step of zero2jax has at one tim
 """
 
 import dataclasses
+import math
 from typing import Any
 
 from zero2jax.base.tables import aligned
@@ -125,7 +126,7 @@ class ModelStates:
     """What is estimated, and over which devices; see `estimate` for the fields.
 
     Raises:
-      ValueError: a count is not positive, or a number of bytes is negative.
+      ValueError: a count is not positive, or a number of bytes is negative; one is not finite.
     """
 
     num_params: float
@@ -138,11 +139,13 @@ class ModelStates:
 
     def __post_init__(self) -> None:
         counts = (self.num_shards, self.model_shards, self.devices_per_host)
-        if self.num_params <= 0 or min(counts) < 1 or min(dataclasses.astuple(self.per_param)) < 0:
+        sizes = dataclasses.astuple(self.per_param)
+        sound = math.isfinite(self.num_params) and all(map(math.isfinite, sizes))
+        if not sound or self.num_params <= 0 or min(counts) < 1 or min(sizes) < 0:
             raise ValueError(
                 f"estimating {self.num_params} parameters over {self.num_shards} x {self.model_shards} devices, "
                 f"{self.devices_per_host} per host, at {self.per_param}: counts must be positive and bytes not "
-                f"negative. Correct them."
+                f"negative, and all of them finite. Correct them."
             )
 
     def estimate(self) -> Estimate:
@@ -179,7 +182,7 @@ def estimate(
       devices_per_host: for DeepSpeed's figure of one host's memory.
 
     Raises:
-      ValueError: a count is not positive, or a number of bytes is negative.
+      ValueError: a count is not positive, or a number of bytes is negative; one is not finite.
 
     Example:
       >>> estimate(7.5e9, 64)[2].total_bytes / 1e9  # the paper's Table 1 says 16.6
@@ -208,12 +211,21 @@ def largest_model(
 ) -> float:
     """The number of parameters whose model states fill `memory_bytes` of each device, by the paper's formula.
 
+    Raises:
+      ValueError: the memory is no positive number, or a parameter takes none of it.
+
     Example:
       >>> round(largest_model(32e9, 64, 2) / 1e9, 1)  # as in the paper's Table 2
       14.4
     """
     one = ModelStates(num_params=1, num_shards=num_shards, per_param=per_param, model_shards=model_shards)
-    return memory_bytes / one.estimate()[stage].total_bytes
+    each = one.estimate()[stage].total_bytes
+    if not 0 < memory_bytes < math.inf or not each:
+        raise ValueError(
+            f"looking for the largest model of {memory_bytes:g} bytes per device at {each:g} bytes per parameter: both "
+            f"must be positive and finite. Correct them."
+        )
+    return memory_bytes / each
 
 
 def _estimate_stage(of: ModelStates, stage: int) -> StageEstimate:

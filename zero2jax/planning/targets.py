@@ -92,7 +92,17 @@ class Target:
         return None if self.gpu is None else EFFICIENCY * self.gpu.pcie_bandwidth
 
     def with_rates(self, in_node: float | None, across: float | None) -> "Target":
-        """This target with other links, in bytes per second and device; None keeps its own."""
+        """This target with other links, in bytes per second and device; None keeps its own.
+
+        Raises:
+          ValueError: a rate is not a positive number.
+        """
+        for name, rate in (("in-node", in_node), ("across", across)):
+            if rate is not None and not 0 < rate < math.inf:
+                raise ValueError(
+                    f"planning with an {name} rate of {rate / 1e9:g} GB/s: it must be positive and finite. Correct "
+                    f"--{name}-gb-per-s, or leave it out for the target's own."
+                )
         target = self
         if in_node is not None:  # an all-reduce's own rate belongs to the links it was measured on
             target = dataclasses.replace(target, in_node_bytes_per_s=in_node, all_reduce_bytes_per_s=None)

@@ -62,9 +62,20 @@ def read_number(env: Mapping[str, str], name: str) -> int:
     Raises:
       ValueError: it holds something else.
     """
-    if not re.fullmatch(r"\s*\d+\s*", env[name]):
-        raise ValueError(f"reading {name}={env[name]!r}: it must be a whole number. Correct or unset it.")
+    if not re.fullmatch(r"\s*\d{1,18}\s*", env[name]):
+        raise ValueError(
+            f"reading {name}={env[name]!r}: it must be a whole number, of 18 digits at most. Correct or unset it."
+        )
     return int(env[name])
+
+
+def num_restarts(env: Mapping[str, str]) -> int:
+    """How often the processes were started anew; 0 where nothing tells, or Kubernetes has not said it yet.
+
+    Raises:
+      ValueError: the variable holds no number.
+    """
+    return read_number(env, RESTARTS) if env.get(RESTARTS) else 0
 
 
 VARIABLES = Family(

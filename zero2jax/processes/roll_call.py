@@ -13,6 +13,7 @@ for so many seconds, keeps so many of them, and drops the oldest beyond; a line 
 
 import contextlib
 import hashlib
+import itertools
 import os
 import selectors
 import socket
@@ -236,11 +237,8 @@ class _Caller:
 
     def _name(self, connection: socket.socket, line: bytes) -> None:
         message, authentic = read_line(line, self.token)
-        try:
-            entry = Entry(**(message or {}))
-        except TypeError:
-            entry = None
-        if entry is None or not entry.is_sound():
+        entry = _entry(message)
+        if entry is None:
             self._drop(connection)  # not one of us
         elif not authentic:
             self._refuse(connection, entry)
@@ -281,10 +279,10 @@ class _Caller:
             )
 
     def _missing(self) -> str:
-        missing = [i for i in range(self.me.num_processes) if i not in self.entries]
-        shown = ", ".join(map(str, missing[:20])) + (
-            f" and {len(missing) - 20} more" if len(missing) > 20 else ""
-        )
+        # A count that is a slip of the pen may be beyond any list.
+        missing = (i for i in range(self.me.num_processes) if i not in self.entries)
+        more = self.me.num_processes - len(self.entries) - 20
+        shown = ", ".join(map(str, itertools.islice(missing, 20))) + (f" and {more} more" if more > 0 else "")
         arrived = ", ".join(str(entry) for _, entry in sorted(self.entries.items())[:20])
         host = split_address(self.address)[0]
         hint = f" Other hosts cannot reach {host}." if is_loopback(host) else ""
@@ -357,7 +355,7 @@ def _answer(me: Entry, address: str, timeout_s: float, token: str) -> Roll:
                 return Roll(_entries_with(me, answer["entries"]), {0: connection})
             connection.close()
             if answer is not None:
-                raise StartError(answer.get("error") or answer["refused"])
+                raise StartError(str(answer.get("error") or answer.get("refused")))
             problem = "something else answers there, or process 0 ended"
         time.sleep(_RETRY_S)
     raise StartError(
@@ -373,9 +371,23 @@ def _ask(connection: socket.socket, me: Entry, deadline: float, token: str) -> d
         raise ConnectionRefusedError("connected to itself")  # the kernel chose that very port
     connection.sendall(signed_line(asdict(me), token))
     answer, authentic = read_line(receive_line(connection, deadline, _MAX_ANSWER_BYTES) or b"", token)
-    if answer is None or not (authentic or "refused" in answer):
+    if answer is None:
         return None
-    return answer if {"error", "entries", "refused"} & set(answer) else None
+    # A refusal is signed with a token that is not ours; nothing else that is so counts.
+    known = {"error", "entries", "refused"} if authentic else {"refused"}
+    said = {name: answer[name] for name in known & set(answer)}
+    rows = said.get("entries")
+    is_list = isinstance(rows, list) and len(rows) == me.num_processes and None not in map(_entry, rows)
+    return said if is_list or (said and rows is None) else None
+
+
+def _entry(message: Any) -> Entry | None:
+    """What a process says of itself, or None if it is nothing of the kind."""
+    try:
+        entry = Entry(**message)
+    except TypeError:
+        return None
+    return entry if entry.is_sound() else None
 
 
 def _entries_with(me: Entry, rows: list[dict[str, Any]]) -> list[Entry]:

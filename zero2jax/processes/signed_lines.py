@@ -41,7 +41,7 @@ def read_line(line: bytes, token: str) -> tuple[dict[str, Any] | None, bool]:
 
 
 def _signature(text: bytes, token: str) -> bytes:
-    return hmac.new(token.encode(), text, "sha256").hexdigest().encode()
+    return hmac.new(os.fsencode(token), text, "sha256").hexdigest().encode()
 
 
 def receive_line(connection: socket.socket, deadline: float, max_bytes: int) -> bytes | None:

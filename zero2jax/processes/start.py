@@ -17,7 +17,7 @@ import jax
 
 from zero2jax.processes.addresses import is_loopback, split_address
 from zero2jax.processes.cluster_env import Place, find_place
-from zero2jax.processes.launcher_variables import RESTARTS
+from zero2jax.processes.launcher_variables import num_restarts
 from zero2jax.processes.progress import Progress
 from zero2jax.processes.roll_call import Entry, Roll, call_roll, code_versions
 from zero2jax.processes.signed_lines import job_token
@@ -77,11 +77,11 @@ def init_distributed(
     if jax.distributed.is_initialized():
         return _again(num_processes, process_id)
     place = find_place(os.environ, coordinator_address, num_processes, process_id, ids)
-    num_restarts = int(os.environ.get(RESTARTS, 0))
+    restarts = num_restarts(os.environ)
     if not place.distributed:
         if place != Place(source="single process", distributed=False):
             print(f"zero2jax: {place.source}", file=sys.stderr, flush=True)
-        return Startup(place.source, 0, 1, num_restarts=num_restarts)
+        return Startup(place.source, 0, 1, num_restarts=restarts)
     roll: Roll | None = None
     if place.coordinator_address is not None and place.num_processes is not None:
         me = Entry(place.process_index, place.num_processes, code=code_versions())
@@ -97,7 +97,7 @@ def init_distributed(
         process_index=place.process_index,
         num_processes=place.num_processes or 1,
         coordinator_address=place.coordinator_address,
-        num_restarts=num_restarts,
+        num_restarts=restarts,
     )
     _say(startup)
     return startup
@@ -156,7 +156,7 @@ def _again(num_processes: int | None, process_id: int | None) -> Startup:
                 f"starting with {name}={asked}: the processes have been started already, with {actual}. A program can "
                 f"be started once: leave out the second call, or its arguments."
             )
-    return Startup("started before", here[1], here[0], num_restarts=int(os.environ.get(RESTARTS, 0)))
+    return Startup("started before", here[1], here[0], num_restarts=num_restarts(os.environ))
 
 
 def _say(startup: Startup) -> None:

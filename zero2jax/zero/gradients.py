@@ -148,7 +148,7 @@ def _over_microbatches(
 
     dtypes = [settings.gradient_dtype(i) for i in settings.trained]
     zeros = [jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    grads, stacked = jax.lax.scan(step, zeros, (jnp.arange(num), slices))
+    grads, stacked = jax.lax.scan(step, zeros, (jnp.arange(num, dtype=jnp.int32), slices))
     terms = stacked.over_microbatches()
     if rng.loss_scale is not None:
         grads = [g / settings.mean_weight(terms).astype(g.dtype) for g in grads]

@@ -62,7 +62,7 @@ _READ_BY_BACKWARD = {"select_n": slice(0, 1), "gather": slice(1, None), "dynamic
 # costs more than it holds (DeepSpeed's default of `stage3_param_persistence_threshold`).
 _SMALL = 100_000
 
-Arrays = tuple[jax.Array, jax.Array | None]
+Arrays = tuple[Any, jax.Array | None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -205,13 +205,17 @@ def _apply(eqn: Any, operands: list[Any], scope: Scope) -> Sequence[Any]:
 
 
 def _never_saved(eqn: Any, operands: Sequence[Any]) -> bool:
-    name = eqn.primitive.name
-    read = operands[_READ_BY_BACKWARD.get(name, slice(0))]
-    return name in _LINEAR and not any(isinstance(x, Standin) for x in read)
+    read = operands[_READ_BY_BACKWARD.get(eqn.primitive.name, slice(0))]
+    return eqn.primitive.name in _LINEAR and not any(isinstance(x, Standin) for x in read)
 
 
 def _arrays_of(operands: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(x.arrays if isinstance(x, Standin) else x for x in operands)
+
+
+def _bare(x: Any) -> Any:
+    """What a stand-in says of its arrays, without them: it may outlive the trace that they belong to."""
+    return x.over((None, None)) if isinstance(x, Standin) else None
 
 
 def _recomputing(
@@ -231,21 +235,20 @@ def _regathering(
 ) -> Sequence[jax.Array]:
     """`fun(*operands)`, run once, its stand-ins gathered again for backward; other operands may be pytrees."""
     at = [i for i, x in enumerate(operands) if isinstance(x, Standin)]
-    standins = [operands[i] for i in at]
+    standins, scope = [_bare(operands[i]) for i in at], scope.inner()
 
     def full(sources: list[jax.Array], ports: list[Any]) -> list[jax.Array]:
-        arrays = zip(sources, ports, strict=True)
-        return [scope.inner().value(x.over(pair)) for x, pair in zip(standins, arrays, strict=True)]
+        return [scope.inner().value(x.over((s, p))) for x, s, p in zip(standins, sources, ports, strict=True)]
 
     def placed(params: list[jax.Array], others: list[Any]) -> Sequence[jax.Array]:
         param, other = iter(params), iter(others)
-        return fun(*[next(param if i in at else other) for i in range(len(operands))])
+        return fun(*[next(param if i in at else other) for i in range(len(params) + len(others))])
 
     return regathered(
         placed,
         full,
-        [x.source for x in standins],
-        [x.port for x in standins],
+        [operands[i].source for i in at],
+        [operands[i].port for i in at],
         [x for x in operands if not isinstance(x, Standin)],
         names=[x.use.path for x in standins],
         prevent_cse=not scope.in_loop,
@@ -289,18 +292,17 @@ def _scan(eqn: Any, operands: list[Any], scope: Scope) -> Sequence[jax.Array]:
     body, num_consts, num_carry, options = jaxprs.scan_parts(eqn)
     split = num_consts + num_carry
     operands = jaxprs.arrays(eqn, operands)
-    dropped = [
-        isinstance(x, Standin) and not scope.keeps(x) and not eqn.effects for x in operands[:num_consts]
-    ]
+    dropped = [isinstance(x, Standin) and not (scope.keeps(x) or eqn.effects) for x in operands[:num_consts]]
     dropped += [False] * num_carry
     fixed = [x if d else scope.value(x) for x, d in zip(operands[:split], dropped, strict=True)]
     xs = [_scanned(x, scope) for x in operands[split:]]
+    kinds, inside = [_bare(x) for x in xs], scope.inner(in_loop=True, recomputed=False)
 
     def step(*arrays: Any) -> list[jax.Array]:
-        pairs = zip(xs, arrays[split:], strict=True)
+        pairs = zip(kinds, arrays[split:], strict=True)
         layers = [x.over(a, use=x.use.layer) if isinstance(x, Standin) else a for x, a in pairs]
         # not `recomputed`: what the body held, the loop would stack
-        return _evaluate(body, [*arrays[:split], *layers], scope.inner(in_loop=True, recomputed=False))
+        return _evaluate(body, [*arrays[:split], *layers], inside.inner())
 
     loop = lambda *arrays: jaxprs.rebuild_scan(step, num_consts, num_carry, arrays, options)
     if any(dropped):  # what the loop closes over is gathered again for its backward loop
@@ -341,10 +343,9 @@ def _joined(eqn: Any, standins: Sequence[Standin], scope: Scope) -> Standin | No
     """The stand-in of parameters that are put together, but not along the sharded dim: a stack of layers."""
     first = standins[0]
     alike = {dataclasses.replace(x.use, path="", layer_dims=0) for x in standins}
-    trained = {x.port is None for x in standins}
     gathered = any(x.pending or scope.has(x) for x in standins)
     joined = JOINS[eqn.primitive.name](eqn, first.use.dim, first.use.placement)
-    if len(alike) > 1 or len(trained) > 1 or gathered or joined is None:
+    if len(alike) > 1 or len({x.port is None for x in standins}) > 1 or gathered or joined is None:
         return None
     dim, placement, join = joined
     ports = [x.port for x in standins if x.port is not None]

@@ -95,4 +95,5 @@ def _checked_dtype(name: str, value: Any) -> Any:
 
 def master_dtype(dtype: DTypeLike) -> Any:
     """The dtype in which a trainable leaf is stored: fp32, or wider if it came so."""
-    return jnp.promote_types(dtype, jnp.float32)
+    dtype = jnp.dtype(dtype)
+    return dtype if dtype.itemsize > 4 else jnp.dtype("float32")  # promotion is refused by a strict jax

@@ -5,7 +5,8 @@ library that compares types (Equinox: state, closures that are differentiated) f
 parameter lays a sharding constraint on itself as soon as there is a mesh. So the loss is traced without the mesh,
 as on one device. Collectives over the data axes work all the same: axis names do not come from that context.
 
-On a mesh with further axes it stays in context: a loss may constrain to those, or map over them.
+On a mesh with further axes it stays in context: a loss may constrain to those, or map over them. So it does for a loss
+that closes over an array on a mesh (a teacher's parameters), since only there JAX takes that mesh out of its type.
 """
 
 import warnings
@@ -14,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from zero2jax.base import jaxprs
 from zero2jax.base.pytrees import PyTree
@@ -30,7 +31,10 @@ def trace_loss(fun: Callable[..., PyTree], *args: PyTree) -> tuple[Any, PyTree]:
     if any(kind != AxisType.Manual for kind in mesh.axis_types):
         return _trace_in_context(fun, *args)
     with jax.sharding.use_abstract_mesh(_NO_MESH):
-        return jaxprs.trace(fun, *jax.tree.map(_without_mesh, args))
+        jaxpr, out = jaxprs.trace(fun, *jax.tree.map(_without_mesh, args))
+    if any(isinstance(getattr(x, "sharding", None), NamedSharding) for x in jaxprs.constants(jaxpr)):
+        return _trace_in_context(fun, *args)
+    return jaxpr, out
 
 
 def _without_mesh(x: Any) -> jax.ShapeDtypeStruct:
