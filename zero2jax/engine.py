@@ -31,7 +31,7 @@ from zero2jax.base.mesh import DATA_AXIS, DataAxes, axis_size, data_axes, make_m
 from zero2jax.base.pytrees import LeafPredicate, PyTree, check_alive, is_function, is_traced, shapes_of
 from zero2jax.base.transformation import checked_transformation
 from zero2jax.offload.between import from_host, to_host
-from zero2jax.offload.host_memory import MIB, available_bytes, check_hosts, needed_bytes
+from zero2jax.offload.host_memory import check_hosts, memory_row
 from zero2jax.offload.host_mesh import host_mesh
 from zero2jax.offload.offloaded import Offloaded
 from zero2jax.offload.residents import with_residents
@@ -474,13 +474,9 @@ class Engine:
 
     def _check_host_memory(self) -> None:
         """Refuse to offload what the hosts have no room for, in all processes alike."""
-        if self._host is None:
-            return
-        needed = needed_bytes(self.layout, self._program(self.layout).settings, self.mesh)
-        available = available_bytes()
-        row = np.array([-(-needed // MIB), -1 if available is None else available // MIB], np.int32)
-        rows, hosts = gather_with_hosts(row) if spans_processes(self.mesh) else (row[None], ("here",))
-        check_hosts([(int(n), int(a)) for n, a in rows], hosts)
+        if self.offload is not None:
+            row = memory_row(self.layout, self._program(self.layout).settings, self.mesh)
+            check_hosts(*gather_with_hosts(row) if spans_processes(self.mesh) else (row[None], ("here",)))
 
     def _make_layout(self, shapes: PyTree, layer_dims: PyTree) -> Layout:
         return make_layout(

@@ -93,3 +93,12 @@ def test_a_step_in_chunks_is_the_step_in_one_and_no_chunk_size_is_none():
     assert all(jnp.array_equal(x, y) for x, y in zip(*trained, strict=True))
     with pytest.raises(ValueError, match="chunk_bytes is 0"):
         zero2jax.OffloadSettings(chunk_bytes=0)
+
+
+def test_a_rate_that_follows_a_gradient_is_made_with_the_first_part():
+    # two parameters and no state; the number at the end is made from the second
+    flat, _ = jaxprs.trace(
+        lambda p, g: ([p[0] - g[0], p[1]], [], [p[0], p[1]], p[1] * g[1]), [1.0, 2.0], [3.0, 4.0]
+    )
+    assert [part.params for part in split_update(flat, 2, 0).parts] == [(0, 1)]
+    assert split_update(jaxprs.trace(lambda: ())[0], 0, 0).parts == (Part((), ()),)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from jax.sharding import Mesh
 
 from zero2jax.base.tables import readable_bytes
@@ -62,11 +63,18 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
     return min(limits, default=None)
 
 
-def check_hosts(rows: Sequence[tuple[int, int]], hosts: Sequence[str]) -> None:
+def memory_row(layout: Layout, settings: GradientSettings, mesh: Mesh) -> np.ndarray:
+    """(MiB that this process needs, MiB available to it or -1), int32, for `check_hosts`."""
+    available = available_bytes()
+    needed = -(-needed_bytes(layout, settings, mesh) // MIB)
+    return np.array([needed, -1 if available is None else available // MIB], np.int32)
+
+
+def check_hosts(rows: np.ndarray, hosts: Sequence[str]) -> None:
     """Raise an error if the processes of a host need more than it has.
 
     Args:
-      rows: (MiB needed, MiB available or -1) of each process.
+      rows: the `memory_row` of each process.
       hosts: the name of each process's host.
 
     Raises:
@@ -74,7 +82,7 @@ def check_hosts(rows: Sequence[tuple[int, int]], hosts: Sequence[str]) -> None:
     """
     for host in dict.fromkeys(hosts):
         here = [row for row, name in zip(rows, hosts, strict=True) if name == host]
-        needed, available = sum(n for n, _ in here), min(a for _, a in here)
+        needed, available = sum(int(n) for n, _ in here), min(int(a) for _, a in here)
         if 0 <= available < needed:
             raise ValueError(
                 f"offloading to the memory of host {host}: masters, optimizer state, gradients and copies of its "

@@ -90,7 +90,8 @@ def split_update(jaxpr: Any, num_params: int, num_state: int) -> Split:
     made |= {i: i for i in range(num_params)} | {num_params + num_state + i: i for i in range(num_params)}
     for output, mask in enumerate(needs):
         nodes = [node for node, bit in enumerate(bits) if mask & bit]
-        groups.join([*nodes, *([made[output]] if output in made else [])])
+        # What is no leaf's, the learning rate, is made by the first part.
+        groups.join([*nodes, made[output]] if output in made else [0, *nodes] if nodes else [])
     together: dict[int, list[int]] = {}
     for node in range(len(bits)):
         together.setdefault(groups.of(node), []).append(node)
@@ -102,7 +103,7 @@ def split_update(jaxpr: Any, num_params: int, num_state: int) -> Split:
         for nodes in together.values()
     ]
     shared = tuple(j for j in range(num_state) if j not in own)
-    return Split(tuple(parts), shared)
+    return Split(tuple(parts) or (Part((), ()),), shared)
 
 
 def _own(needs: Sequence[int], bits: Sequence[int], gradients: int) -> list[int]:
