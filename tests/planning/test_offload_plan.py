@@ -4,7 +4,9 @@ import dataclasses
 import json
 
 import jax
+import optax
 import pytest
+from helpers import make_batch, make_params, mean_loss
 from plan_program import LAYERS, WIDTH, N, needs_compiler, program
 
 import zero2jax
@@ -61,3 +63,20 @@ def test_a_step_for_an_h200_has_no_optimizer_state_in_device_memory_and_fits_whe
     small = dataclasses.replace(get_target("h200"), memory_bytes=int(between / 0.94))
     assert make_plan(small, num_devices=1).fits
     assert not make_plan(small, offload=False, num_devices=1).fits
+
+
+def test_a_part_of_the_state_is_counted_on_either_side():
+    shapes = [jax.eval_shape(make) for make in (make_params, make_batch)]
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    config = {"bf16": {"enabled": True}, "gradient_clipping": 1.0, "zero_optimization": zero}
+    report = zero2jax.plan(
+        mean_loss, *shapes, tx=optax.adam(1e-2), config=config, axes={"data": 1}, target="cpu"
+    )
+    rows, host = {row.name: row for row in report.by_class}, report.offload
+    # of the leaves b, w, embed, norm and scale the first two go to the host
+    on_host, on_device = 15 + 75, 35 + 5 + 1
+    assert (host.master_bytes, host.optimizer_bytes) == (4 * on_host, 8 * on_host + 4)
+    assert (host.down_bytes, host.up_bytes) == (2 * on_host, 2 * on_host)
+    assert (rows["master"].rest_bytes, rows["optimizer state"].rest_bytes) == (4 * on_device, 8 * on_device)
+    assert rows["parameters"].rest_bytes == 2 * on_host
+    assert sum(row.rest_bytes for row in report.by_class) == report.rest_bytes

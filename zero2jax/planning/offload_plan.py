@@ -7,6 +7,7 @@ from zero2jax.base.tables import readable_bytes
 from zero2jax.engine import Engine
 from zero2jax.offload.host_memory import state_bytes, transfer_bytes
 from zero2jax.planning.targets import Target
+from zero2jax.programs.formulas import MASTER, OPTIMIZER, PARAMETERS
 from zero2jax.zero.gradient_settings import GradientSettings
 
 
@@ -18,6 +19,7 @@ class OffloadPlan:
       master_bytes: fp32 masters in host memory.
       optimizer_bytes: optimizer state in host memory.
       resident_bytes: optimizer state that stays on the device and is no argument of the step that is compiled.
+      resident_master_bytes: masters that stay on the device, in the place of parameters.
       down_bytes: gradients that go to the host in a step.
       up_bytes: parameters that come back.
       num_devices: devices of one host.
@@ -27,6 +29,7 @@ class OffloadPlan:
     master_bytes: int
     optimizer_bytes: int
     resident_bytes: int
+    resident_master_bytes: int
     down_bytes: int
     up_bytes: int
     num_devices: int
@@ -41,6 +44,11 @@ class OffloadPlan:
     def transfer_s(self) -> float | None:
         """Seconds of the transfers of a step, one after the other."""
         return None if self.bytes_per_s is None else (self.down_bytes + self.up_bytes) / self.bytes_per_s
+
+    def moved_between_classes(self, name: str) -> int:
+        """What a class of the devices has beyond what the compiled step shows of it."""
+        masters = self.resident_master_bytes
+        return {MASTER: masters, PARAMETERS: -masters, OPTIMIZER: self.resident_bytes}.get(name, 0)
 
     def as_dict(self) -> dict[str, Any]:
         """The figures as plain JSON values."""
@@ -71,11 +79,13 @@ def offload_plan(
     if engine.offload is None:
         return None
     masters, optimizer = state_bytes(engine.layout, engine.mesh)
+    resident_masters, resident = state_bytes(engine.layout, engine.mesh, resident=True)
     down, up = transfer_bytes(engine.layout, settings, engine.mesh)
     return OffloadPlan(
         master_bytes=masters,
         optimizer_bytes=optimizer,
-        resident_bytes=state_bytes(engine.layout, engine.mesh, resident=True)[1],
+        resident_bytes=resident,
+        resident_master_bytes=resident_masters,
         down_bytes=down,
         up_bytes=up,
         num_devices=min(devices_per_host, engine.mesh.size),

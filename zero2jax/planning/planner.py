@@ -232,6 +232,10 @@ def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanRepor
     )
     # The CPU's compiler converts 16-bit operands to fp32 before it multiplies.
     on_cpu = engine.mesh.devices.flat[0].platform == "cpu"
+    offload = offload_plan(engine, of_gradients, target, settings.devices_per_host)
+    by_class = class_rows(lifetimes, _formulas(engine, of_gradients))
+    if offload is not None:
+        by_class = tuple(row.with_more(offload.moved_between_classes(row.name)) for row in by_class)
     report = PlanReport(
         target=target,
         axes=dict(settings.axes),
@@ -243,8 +247,8 @@ def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanRepor
         compute_dtype=jnp.dtype(engine.precision.compute_dtype).name,
         memory_fraction=settings.memory_fraction,
         usable_bytes=target.usable_bytes(settings.memory_fraction) or _local_limit(target, engine.mesh),
-        by_class=class_rows(lifetimes, _formulas(engine, of_gradients)),
-        offload=offload_plan(engine, of_gradients, target, settings.devices_per_host),
+        by_class=by_class,
+        offload=offload,
         audit=read,
         lifetimes=lifetimes,
         timeline=simulate(read.module, rates, as_before_conversion=on_cpu),

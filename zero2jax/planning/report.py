@@ -36,6 +36,11 @@ class ClassRow:
     formula_bytes: int | None
     formula: str
 
+    def with_more(self, num_bytes: int) -> "ClassRow":
+        """The row with so many bytes more, at rest and at the peak."""
+        rest, peak = self.rest_bytes + num_bytes, self.peak_bytes + num_bytes
+        return dataclasses.replace(self, rest_bytes=rest, peak_bytes=peak)
+
 
 @dataclasses.dataclass(frozen=True)
 class PlanReport:
