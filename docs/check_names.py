@@ -1,4 +1,4 @@
-"""A hook of mkdocs: the build fails on a public name that has no entry in `api.md`."""
+"""A hook of mkdocs: the build fails on a public name without an entry in `api.md`, or a home page without program."""
 
 import ast
 import re
@@ -24,3 +24,9 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> None:
             raise PluginError(
                 f"docs/api.md and zero2jax.__all__ differ in {sorted(documented ^ public_names())}"
             )
+
+
+def on_page_content(html: str, *, page: Any, **_: Any) -> None:
+    """Look for the program on the home page: a snippet that is not expanded is shown as it stands."""
+    if page.file.src_uri == "index.md" and "zero2jax.Engine(" not in re.sub("<[^>]+>", "", html):
+        raise PluginError("docs/index.md does not show examples/minimal.py: see its line with --8<--")

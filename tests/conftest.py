@@ -4,7 +4,7 @@ import os
 import sys
 
 # Nearly all the time of a test goes into XLA's code generation for a CPU. Without LLVM's optimizations it takes 0.6 of
-# it, and in jax 0.10, the newest for Python 3.11, 0.3 without two more steps. What XLA makes of the program is the same.
+# it, and in jax 0.10, the newest for Python 3.11, 0.3 without two more steps. The program that XLA makes is the same.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 if sys.version_info < (3, 12):

@@ -70,6 +70,24 @@ def test_code_blocks_run(page, tmp_path, monkeypatch, capsys):
         exec(compile(block, page, "exec"), namespace)
 
 
+def test_the_loop_of_checkpoints_ends_on_a_step_that_was_saved_and_runs_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    block = next(blocks(DOCS / "checkpoints.md"))
+    at_each_step = block.replace("save_interval_steps=100", "save_interval_steps=1")
+    assert at_each_step != block
+    for _ in range(
+        2
+    ):  # to step 2, which is the last and is saved; and again, when there is nothing left to do
+        namespace = taken_for_granted()
+        exec(compile(at_each_step, "checkpoints.md", "exec"), namespace)
+        assert int(namespace["state"].step) == namespace["checkpointer"].latest_step() == 2
+
+
+def test_the_home_page_shows_the_program():
+    (name,) = re.findall(r'^```{.python}\n--8<-- "(.+)"\n```$', (DOCS / "index.md").read_text(), re.MULTILINE)
+    assert "zero2jax.Engine(" in (ROOT / name).read_text()
+
+
 def test_most_pages_have_code_that_runs():
     assert sum(any(blocks(page)) for page in PAGES) >= 9
     marked = [found[1] for page in PAGES for found in BLOCK.finditer(page.read_text()) if found[1]]

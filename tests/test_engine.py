@@ -357,16 +357,8 @@ def test_a_dtype_or_its_name_is_a_precision(name):
 @pytest.mark.parametrize("dtype", ["nonsense", None, 3, jnp.float8_e4m3fn, jnp.complex64, jnp.int32])
 @pytest.mark.parametrize("field", ["compute_dtype", "accumulate_dtype"])
 def test_a_dtype_that_is_none_for_training_is_refused(field, dtype):
-    with pytest.raises(ValueError, match=f"{field} is .*; it is bfloat16, float32 or float64"):
+    with pytest.raises(ValueError, match=f"{field} is .*; it is bfloat16, float16, float32 or float64"):
         zero2jax.Precision(**{field: dtype})
-
-
-@pytest.mark.parametrize("field", ["compute_dtype", "reduce_dtype", "accumulate_dtype"])
-def test_float16_is_refused_until_there_is_loss_scaling(field):
-    with pytest.raises(
-        ValueError, match=r"float16, in which gradients overflow without loss scaling.*Use bfloat16"
-    ):
-        engine_of(precision=zero2jax.Precision(**{field: "fp16"}))
 
 
 def test_float64_without_x64_is_refused():

@@ -50,7 +50,7 @@ from zero2jax.config.reading import (
 # The state on disk
 from zero2jax.checkpoints.checkpointer import Checkpointer
 from zero2jax.checkpoints.export import export_checkpoint, load_exported
-from zero2jax.checkpoints.format import CheckpointError
+from zero2jax.checkpoints.format import CheckpointError, DamagedError
 from zero2jax.checkpoints.matching import CheckpointWarning
 
 # Will it fit?
@@ -117,6 +117,7 @@ __all__ = [
     "load_exported",
     "CheckpointError",
     "CheckpointWarning",
+    "DamagedError",
     # Will it fit?
     "Estimate",
     "estimate",

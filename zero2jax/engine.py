@@ -43,6 +43,7 @@ from zero2jax.processes.agreement import (
     spans_processes,
 )
 from zero2jax.processes.progress import STEP_EVENT
+from zero2jax.processes.start import expect_joined
 from zero2jax.programs.memory import MemoryReport, measure_memory
 from zero2jax.zero.compiled import Compiled, CompilerOptions
 from zero2jax.zero.gradient_settings import GradientSettings
@@ -55,6 +56,7 @@ from zero2jax.zero.state import (
     TrainState,
     check_init_arguments,
     check_state,
+    made_shapes,
     make_layout,
     make_opt_state,
     make_params,
@@ -137,11 +139,9 @@ class Engine:
         offload: OffloadSettings | None = None,
         compiler_options: CompilerOptions = None,
     ):
-        if mesh is None:
-            sizes: dict[str, Any] = {axis_name: -1}
-            mesh = make_mesh(**sizes)
+        expect_joined()
         self.loss_fn = loss_fn
-        self.mesh = mesh
+        self.mesh = mesh = make_mesh(**dict[str, Any]({axis_name: -1})) if mesh is None else mesh
         self.settings = StepSettings(
             stage=stage,
             num_microbatches=num_microbatches,
@@ -271,13 +271,12 @@ class Engine:
           TypeError: the function takes other arguments.
         """
         with self._running():
+            check_init_arguments(params, args)
             if is_function(params):
-                check_init_arguments(params, args)
-                make = functools.partial(params, *args)
-                abstract = self.abstract_state(jax.eval_shape(make), batch=batch, loss_args=loss_args)
+                abstract = self.abstract_state(made_shapes(params, args), batch=batch, loss_args=loss_args)
                 expect_same_start(self._start(), self.mesh, args)
                 self._check_host_memory()
-                placed = make_params(make, self.layout, self.mesh)
+                placed = make_params(functools.partial(params, *args), self.layout, self.mesh)
             else:
                 check_alive(params, "the parameters", "It was donated: pass parameters that are still there.")
                 abstract = self.abstract_state(params, batch=batch, loss_args=loss_args)
@@ -393,7 +392,7 @@ class Engine:
 
     def memory(self, state: TrainState, batch: PyTree, *, loss_args: LossArgs = None) -> MemoryReport:
         """Measured bytes per device by class beside the formula; compiles the step for `batch` (arrays or shapes)."""
-        check_state(state, self.layout)
+        state = place_state(state, self.layout, self.mesh)
         program = self._program(self.layout)
         with self._running():
             gradients = jax.jit(program.gradients).lower(*self._abstract(batch, loss_args)).compile()
@@ -484,7 +483,7 @@ class Engine:
             self._tx,
             self.mesh,
             axes=self.axes,
-            whole="stage 0 replicates the state" if self.stage == 0 else "",
+            why_replicated="stage 0 replicates the state" if self.stage == 0 else "",
             layer_dims=layer_dims,
             trainable=self._trainable,
             param_specs=self._param_specs,

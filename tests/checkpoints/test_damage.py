@@ -344,6 +344,24 @@ def test_interval_retention_and_force(tmp_path, engine):
             Checkpointer(tmp_path, engine, **settings)
 
 
+def test_force_at_the_step_that_was_saved_or_restored_last_saves_nothing(tmp_path, engine):
+    state = engine.init(make_params())
+    with Checkpointer(tmp_path, engine, save_interval_steps=5) as checkpointer:
+        assert checkpointer.save(5, state)
+        assert not checkpointer.save(5, state, force=True)
+        assert checkpointer.all_steps() == [5]
+    for into, there in ((None, True), (state, False)):
+        with Checkpointer(tmp_path, engine) as checkpointer:
+            with pytest.raises(CheckpointError, match="there is a checkpoint of this step"):
+                checkpointer.save(5, state, force=True)  # of a run that it knows nothing of
+            restored, _ = checkpointer.restore(into=into, select=into and "params")
+            if there:
+                assert not checkpointer.save(5, restored, force=True)
+            else:  # another state than the checkpoint's
+                with pytest.raises(CheckpointError, match="there is a checkpoint of this step"):
+                    checkpointer.save(5, restored, force=True)
+
+
 def test_nothing_to_restore_and_nobody_to_restore_for(tmp_path, engine):
     with pytest.raises(CheckpointError, match=r"looking for a checkpoint in .*the directory does not exist"):
         Checkpointer(tmp_path / "none").restore(engine)

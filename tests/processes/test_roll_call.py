@@ -51,6 +51,14 @@ def test_all_processes_get_the_list_of_all():
     ]  # alone: asks nobody
 
 
+def test_process_0_says_early_whom_it_waits_for(monkeypatch, capsys):
+    monkeypatch.setattr(roll_call, "_SAY_S", 0.05)
+    roll(Entry(0, 3), timeout_s=0.3)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("zero2jax: waiting for process 1, 2 of 3 at 127.0.0.1:")
+    assert line.endswith(", for 0.3 s at most (1 arrived)")
+
+
 def test_who_is_missing_is_named_to_all_who_arrived():
     found = roll(*(Entry(i, 4, host=f"host{i}") for i in (0, 2)), timeout_s=1.0)
     assert found[0] == found[1]

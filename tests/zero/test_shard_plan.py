@@ -68,7 +68,7 @@ def test_the_dim_that_pads_least_is_sharded_and_the_first_on_a_tie(dims, num_sha
         ((64,), {"layer_dims": 1}, "one number per layer"),
         ((64, 1), {"layer_dims": 1}, "every dim is held by another mesh axis"),
         ((64, 64), {"param_specs": P("model", "other")}, "every dim is held by another mesh axis"),
-        ((64, 64), {"whole": "stage 0 keeps the state whole"}, "stage 0 keeps the state whole"),
+        ((64, 64), {"why_replicated": "stage 0 replicates the state"}, "stage 0 replicates the state"),
     ],
 )
 def test_a_leaf_that_stays_whole_says_why(dims, options, reason):
@@ -151,7 +151,7 @@ def test_bytes_count_the_dtype_and_the_padding():
 def test_the_table_shows_dims_padding_bytes_and_reasons():
     plan = make_shard_plan({"w": shape(1305, 3), "b": shape(), "s": shape(5, 64, 64)}, 8)
     assert plan.table().splitlines() == [
-        "leaf  shape        dtype    sharded dim  padded to  bytes/device  why whole",
+        "leaf  shape        dtype    sharded dim  padded to  bytes/device  why replicated",
         "b     ()           float32  -            -          4             scalar",
         "s     (5, 64, 64)  float32  1            -          10,240",
         "w     (1305, 3)    float32  0            1312       1,968",
@@ -259,7 +259,7 @@ def test_factored_moments_get_plans_of_their_own_and_keep_layer_dims():
 
 
 def test_a_whole_plan_makes_whole_states():
-    params = make_shard_plan(PARAMS, 8, whole="stage 0 keeps the state whole")
+    params = make_shard_plan(PARAMS, 8, why_replicated="stage 0 replicates the state")
     plan = plan_like(jax.eval_shape(optax.adam(1e-3).init, PARAMS), params)
     assert all(leaf.dim is None for leaf in plan.leaves)
 

@@ -43,9 +43,18 @@ def expected(optimizer, num_steps=3):
     return oracle(mean_loss, OPTIMIZERS[optimizer](), make_params(), make_batches(num_steps))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 8])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+NUM_SHARDS = [1, 2, 3, 8]
+# AdamW at every stage on every number of devices; each other optimizer with each stage and with each number once.
+ADAMW = [(stage, num, "clip_adamw") for stage in range(4) for num in NUM_SHARDS]
+OTHERS = [
+    (stage, NUM_SHARDS[(stage + i) % 4], name)
+    for i, name in enumerate(OPTIMIZERS)
+    for stage in range(4)
+    if name != "clip_adamw"
+]
+
+
+@pytest.mark.parametrize(("stage", "num_shards", "optimizer"), ADAMW + OTHERS)
 def test_three_steps_match_the_unsharded_optimizer(stage, num_shards, optimizer):
     engine = make_engine(num_shards, tx=OPTIMIZERS[optimizer](), stage=stage)
     state, metrics = train(engine, engine.init(make_params()), make_batches(3))

@@ -10,6 +10,7 @@ The files, in reading order:
   jaxprs          everything that knows the insides of a jaxpr
   tables          aligned text, readable bytes
   names           near names, for messages
+  checks          what a caller passed in, for messages
   versions        installed versions
 
 Imports no other room.

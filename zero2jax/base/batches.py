@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zero2jax.base.checks import type_name
 from zero2jax.base.mesh import DATA_AXIS, AxisName, axis_size, data_axes, replicated
 from zero2jax.base.pytrees import PyTree, check_alive, path_string, shapes_of
 
@@ -24,15 +25,20 @@ def check_batch(batch: PyTree, num_shards: int, num_microbatches: int, batch_siz
     """The number of examples in a global batch, after checking that it can be divided.
 
     Raises:
+      TypeError: an iterator, or a leaf that is neither an array nor a number.
       ValueError: no leaves; a leaf without a leading dim; leaves of different length; a length that is not a
         multiple of devices x microbatches, or not the batch size that was configured.
     """
+    if isinstance(batch, Iterator):
+        raise TypeError(
+            f"reading the batch: it is an iterator ({type_name(batch)}). A step takes one batch: next(...) of it."
+        )
+    _check_leaves(batch)
     leaves = [(path_string(path), np.shape(x)) for path, x in jax.tree_util.tree_leaves_with_path(batch)]
     if not leaves:
         raise ValueError(
             "reading the batch: it has no arrays. Pass a pytree of arrays of shape (batch, ...)."
         )
-    _check_leaves(batch)
     path, shape = leaves[0]
     num_examples = shape[0]
     for other, other_shape in leaves[1:]:
@@ -44,10 +50,11 @@ def check_batch(batch: PyTree, num_shards: int, num_microbatches: int, batch_siz
     parts = num_shards * num_microbatches
     if num_examples % parts or num_examples == 0:
         nearest = max(num_examples // parts, 1) * parts
+        rule = "a whole number" if num_examples else "above 0: the data may have ended"
         raise ValueError(
             f"cutting a batch of {num_examples} examples over {num_shards} devices x {num_microbatches} microbatches: "
-            f"{num_examples} / ({num_shards} * {num_microbatches}) = {num_examples / parts:g}, and it must be a whole "
-            f"number. Use {nearest} or {nearest + parts} examples, or another number of microbatches."
+            f"{num_examples} / ({num_shards} * {num_microbatches}) = {num_examples / parts:g}, and it must be {rule}. "
+            f"Use {nearest} or {nearest + parts} examples, or another number of microbatches."
         )
     if batch_size is not None and num_examples != batch_size:
         raise ValueError(
@@ -73,6 +80,17 @@ def _check_leaves(batch: PyTree) -> None:
                 f"reading the batch: {path_string(path[:-1])!r} is a Python list or tuple of numbers, each of which "
                 f"would be a scalar leaf ({name!r}). Every leaf must be an array of shape (batch, ...): take "
                 f"np.asarray(...) of it."
+            )
+        if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
+            where = f"leaf {name!r} is" if path else "it is"
+            raise TypeError(
+                f"reading the batch: {where} of type {type_name(x)}, which is neither an array nor a container of "
+                f"arrays. Pass a pytree of arrays of shape (batch, ...)."
+            )
+        if not path and not np.shape(x):
+            raise ValueError(
+                f"reading the batch: it is a scalar ({type_name(x)}), without a leading dim to shard over devices. "
+                f"Pass a pytree of arrays of shape (batch, ...)."
             )
         if not np.shape(x):
             raise ValueError(

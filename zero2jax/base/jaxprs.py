@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Literal
+from jax.interpreters import partial_eval
 
 from zero2jax.base.pytrees import PyTree
 
@@ -60,6 +61,12 @@ def inputs(jaxpr: Any) -> Sequence[Any]:
 def outputs(jaxpr: Any) -> Sequence[Any]:
     """The output variables of an open or closed jaxpr, literals among them."""
     return _open(jaxpr).outvars
+
+
+def used_inputs(jaxpr: Any) -> list[bool]:
+    """Per input, whether the first output depends on it, or a side effect does."""
+    wanted = [i == 0 for i in range(len(outputs(jaxpr)))]
+    return list(partial_eval.dce_jaxpr(_open(jaxpr), wanted)[1])
 
 
 def constants(jaxpr: Any) -> list[Any]:

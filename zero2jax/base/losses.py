@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from zero2jax.base.checks import type_name
 from zero2jax.base.mesh import AxisName
 from zero2jax.base.pytrees import PyTree, path_string
 
@@ -107,8 +108,13 @@ def normalized(loss_fn: LossFn) -> Loss:
 
     Raises (when traced):
       ValueError: the loss or the weight is not a floating scalar, or the output has another form.
-      TypeError: `loss_fn` does not take the loss arguments, or asks for others; a leaf of `aux` has no mean.
+      TypeError: `loss_fn` is no function (at once), does not take the loss arguments, or asks for others; a leaf of
+        `aux` has no mean.
     """
+    if not callable(loss_fn):
+        raise TypeError(
+            f"reading the loss function: found {type_name(loss_fn)}, expected a function loss_fn(params, batch)."
+        )
     takes_rng(loss_fn)  # refused here, not when the loss is traced
 
     def call(params: PyTree, batch: PyTree, rng: SliceKey) -> LossTerms:
@@ -217,7 +223,7 @@ def noted_errors(axes: tuple[str, ...]) -> Iterator[None]:
 
 
 def _scalar(x: Any, name: str, *, integers: bool = False) -> jax.Array:
-    single = jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
+    single = x is not None and jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
     kinds = (jnp.floating, jnp.integer, jnp.bool_) if integers else (jnp.floating,)
     good = single and jnp.shape(x) == () and any(jnp.issubdtype(jnp.result_type(x), k) for k in kinds)
     if not good:

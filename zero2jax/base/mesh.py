@@ -9,12 +9,14 @@ user.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+
+from zero2jax.base.checks import is_whole, type_name
 
 DATA_AXIS = "data"
 REPLICA_AXIS = "replica"
@@ -85,7 +87,7 @@ def axis_size(mesh: Mesh, axes: AxisName) -> int:
     return math.prod(mesh.shape[name] for name in ((axes,) if isinstance(axes, str) else axes))
 
 
-def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axes: int) -> Mesh:
+def make_mesh(*unnamed: Never, devices: Sequence[jax.Device] | None = None, **axes: int) -> Mesh:
     """A mesh with the named axes, all of type Auto: `make_mesh(data=8)`, `make_mesh(data=4, model=2)`.
 
     Without axes, all devices lie on `data`. One axis may be -1: it takes the devices that the others leave.
@@ -93,7 +95,14 @@ def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axes: int) -> Me
 
     Raises:
       ValueError: an axis size is not positive, or the axes need more devices than there are.
+      TypeError: an axis without a name, or a size that is no whole number.
     """
+    sizes_given = [*unnamed, *axes.values()]
+    if unnamed or not all(is_whole(size) for size in sizes_given):
+        raise TypeError(
+            f"making a mesh of {', '.join(map(repr, sizes_given))}: every axis has a name, and its size is a whole "
+            f"number. Write zero2jax.make_mesh(data=4), or zero2jax.make_mesh() for all devices."
+        )
     available = list(jax.devices()) if devices is None else list(devices)
     axes = axes or {DATA_AXIS: -1}
     if sum(size == -1 for size in axes.values()) > 1 or any(
@@ -124,12 +133,12 @@ def check_mesh(mesh: Mesh, axis_name: str = DATA_AXIS) -> int:
     """The number of shards along `axis_name`, after checking that the mesh can be used here.
 
     Raises:
-      ValueError: the mesh has no such axis, or an axis of it is not of type Auto.
       TypeError: it is no mesh.
+      ValueError: the mesh has no such axis, or an axis of it is not of type Auto.
     """
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise TypeError(
-            f"reading the mesh: found {type(mesh).__name__}, expected a jax.sharding.Mesh. Make one with "
+            f"reading the mesh: found {type_name(mesh)}, expected a jax.sharding.Mesh. Make one with "
             f"zero2jax.make_mesh({axis_name}=...)."
         )
     if axis_name not in mesh.shape:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zero2jax.base.checks import misfit
+
 PyTree = Any
 LeafPredicate = Callable[[str, Any], bool]
 """`(path, leaf) -> bool`, with `path` as `path_string` writes it: `"blocks/attn/kernel"`."""
@@ -77,12 +79,18 @@ def select_leaves(
     """One boolean per leaf, from a predicate over (path, leaf), a tree of booleans, or None (`default`).
 
     Raises:
+      TypeError: a predicate that takes other arguments.
       ValueError: a tree of booleans has another structure than `tree` (names the first path that differs).
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     if choice is None:
         return [default] * len(leaves)
     if is_function(choice):
+        if problem := misfit(choice, "", None):
+            raise TypeError(
+                f"asking `{name}` of each leaf: {' '.join(problem)}. It is called as {name}(path, leaf), with a path "
+                f"such as 'blocks/attn/kernel', and says True or False."
+            )
         return [bool(choice(path_string(path), leaf)) for path, leaf in leaves]
     check_same_structure(tree, choice, "the parameters", f"`{name}`")
     return [bool(x) for x in jax.tree.leaves(choice)]

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from zero2jax.base.checks import type_name
 from zero2jax.base.pytrees import PyTree
 from zero2jax.base.transformation import ConfiguredTransformation
 from zero2jax.checkpoints import directory as checkpoint_directory
@@ -118,6 +119,7 @@ class Checkpointer:
         self._asynchronous = asynchronous
         self._save_frozen = save_frozen
         self._saver: Saver | None = None
+        self._at_hand: int | None = None  # the step that was saved or restored last
         checkpoint_directory.check_directory(self.directory)
         if engine is not None:
             from zero2jax.checkpoints import saver  # fails here and now if Orbax is not installed
@@ -138,19 +140,26 @@ class Checkpointer:
           state: a state of the engine.
           extra: what else to resume from: nested dicts, lists and tuples of numbers, strings, bytes and arrays.
             In several processes, that of the first process is saved.
-          force: save at a step that `save_interval_steps` would skip.
+          force: save at a step that `save_interval_steps` would skip; at the step that this checkpointer has saved or
+            fully restored last, it waits for that save and returns False: a program can end in `force=True`.
 
         Raises:
           CheckpointError: there is a checkpoint of this step or a later one; the file system refused, now or in the
             save before; or another process cannot save. The state and earlier checkpoints are untouched.
           ValueError: the state was donated to a step.
-          TypeError: `extra` holds something else.
+          TypeError: `extra` holds something else; the step is no whole number.
         """
         step, engine, saver = self._checked_step(step)
         if not force and step % self.save_interval_steps:
             _check_not_donated(step, state, engine, self.directory)
             return False
+        if force and step == self._at_hand:
+            _check_not_donated(step, state, engine, self.directory)
+            self.wait()
+            return False
+        self._at_hand = None
         saver.save(step, lambda: self._prepared(step, state, engine, extra))
+        self._at_hand = step
         return True
 
     def restore(
@@ -217,6 +226,7 @@ class Checkpointer:
                     f"deletes the oldest. Restore again, a later step."
                 ) from error
             raise DamagedError(f"{error} {self._way_back(int(folder.name))}") from error
+        self._at_hand = int(folder.name) if into is None else None
         state = restored_state(layout.abstract_state(mesh), restored)
         return _with_its_numbers(str(folder), engine, state, leaves, taken), extra
 
@@ -238,8 +248,12 @@ class Checkpointer:
         Raises:
           CheckpointError: it failed.
         """
-        if self._saver is not None:
-            self._saver.wait()
+        try:
+            if self._saver is not None:
+                self._saver.wait()
+        except CheckpointError:
+            self._at_hand = None
+            raise
 
     def close(self) -> None:
         """Wait for the save in progress and end the threads.
@@ -268,6 +282,13 @@ class Checkpointer:
                 error.add_note(f"Closing {self.directory}: {of_close}")
 
     def _checked_step(self, step: int) -> tuple[int, Engine, "Saver"]:
+        try:
+            number = operator.index(step)
+        except TypeError:
+            raise TypeError(
+                f"saving to {self.directory}: the step is a {type_name(step)}, and it is a whole number: "
+                f"checkpointer.save(step, state), with int(state.step) for the step."
+            ) from None
         doing = f"saving step {step} to {self.directory}"
         if self.engine is None or self._saver is None:
             raise CheckpointError(
@@ -276,7 +297,6 @@ class Checkpointer:
             )
         if self._saver.closed:
             raise CheckpointError(f"{doing}: this Checkpointer was closed. Build another one.")
-        number = operator.index(step)
         if number < 0:
             raise ValueError(f"{doing}: a step is a number of updates, 0 or more.")
         if number >= 2**31 and jax.process_count() > 1:

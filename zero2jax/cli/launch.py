@@ -297,8 +297,8 @@ def _warn_of_misplaced(arguments: Sequence[str]) -> None:
     misplaced = [word for word in arguments if _normal(word) in ours]
     if misplaced:
         say(
-            f"{', '.join(misplaced)} came after the script and belongs to it. If it is meant for the launcher, put it "
-            f"before the script."
+            f"{', '.join(misplaced)} came after the script and belongs to it. The launcher's options come before "
+            f"the script: zero2jax launch {' '.join(misplaced)} ... SCRIPT."
         )
 
 

@@ -176,7 +176,10 @@ def load_function(name: str) -> Callable[..., Program]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there; something that it imports is not
+            raise UsageError(  # the module is there; something that it imports is not
+                f"importing {module_name!r}: {error}. Install it where you plan (the examples of a clone of zero2jax: "
+                f"pip install '.[example,plan]')."
+            ) from None
         raise UsageError(
             f"reading {name!r}: there is no module {error.name!r} here or on PYTHONPATH. Run from the directory that "
             f"it lies in, or install it."

@@ -383,8 +383,9 @@ class Config:
         elif steps is None:
             steps = total // micro // num_shards
         if min(total, micro, steps) < 1 or total != micro * steps * num_shards:
-            found = f"here {total} != {micro} * {steps} * {num_shards} = {micro * steps * num_shards}"
-            near = max(1, micro) * max(1, steps) * num_shards
+            micro, steps = max(1, micro), max(1, steps)  # one that is not given is 1 at least
+            near = micro * steps * num_shards
+            found = f"here {total} != {micro} * {steps} * {num_shards} = {near}"
             way_out = f"Change one of the three keys, for instance train_batch_size = {near}."
             raise ConfigError(doing, [f"{known}: the rule is {formula}, {found}. {way_out}"])
         return total, micro, steps

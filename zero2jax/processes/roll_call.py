@@ -41,6 +41,7 @@ _LINE_S = 10.0  # what each of them may take to
 _LAST_LOOK_S = 0.2
 _MAX_REFUSALS = 20  # of which process 0 speaks
 _RETRY_S = 0.1
+_SAY_S = 15.0  # after which process 0 says once whom it waits for
 _ANSWER_S = 10.0  # what process 0 may take to answer after its own time is up
 
 
@@ -154,10 +155,14 @@ class _Caller:
             listener.setblocking(False)
             self.selector.register(listener, selectors.EVENT_READ)
             try:
+                said_at = time.monotonic() + _SAY_S
                 while len(self.entries) < self.me.num_processes:
                     if time.monotonic() >= deadline:
                         raise StartError(self._missing())
-                    self._serve(listener, deadline)
+                    if time.monotonic() >= said_at:
+                        print(f"zero2jax: {self._waiting()}", file=sys.stderr, flush=True)
+                        said_at = deadline
+                    self._serve(listener, min(deadline, said_at))
                 # Who has spoken by now may have an index twice; strangers may never cease.
                 last = min(deadline, time.monotonic() + _LAST_LOOK_S)
                 while self._serve(listener, 0.0) and time.monotonic() < last:
@@ -278,19 +283,27 @@ class _Caller:
                 f"{entry} have the same index. Each needs its own (RANK), from 0 to {entry.num_processes - 1}."
             )
 
-    def _missing(self) -> str:
+    def _absent(self) -> str:
         # A count that is a slip of the pen may be beyond any list.
         missing = (i for i in range(self.me.num_processes) if i not in self.entries)
         more = self.me.num_processes - len(self.entries) - 20
-        shown = ", ".join(map(str, itertools.islice(missing, 20))) + (f" and {more} more" if more > 0 else "")
+        return ", ".join(map(str, itertools.islice(missing, 20))) + (f" and {more} more" if more > 0 else "")
+
+    def _waiting(self) -> str:
+        return (
+            f"waiting for process {self._absent()} of {self.me.num_processes} at {self.address}, for "
+            f"{self.timeout_s:g} s at most ({len(self.entries)} arrived)"
+        )
+
+    def _missing(self) -> str:
         arrived = ", ".join(str(entry) for _, entry in sorted(self.entries.items())[:20])
         host = split_address(self.address)[0]
         hint = f" Other hosts cannot reach {host}." if is_loopback(host) else ""
         refused = "".join(f" Refused: {said}" for said in self.refused[:3])
         return (
-            f"starting {self.me.num_processes} processes: process {shown} did not arrive at {self.address} within "
-            f"{self.timeout_s:g} s; arrived: {arrived}.{hint}{refused} Look at the end of the logs of the missing, "
-            f"check that their hosts can reach that address, or raise initialization_timeout_s."
+            f"starting {self.me.num_processes} processes: process {self._absent()} did not arrive at {self.address} "
+            f"within {self.timeout_s:g} s; arrived: {arrived}.{hint}{refused} Look at the end of the logs of the "
+            f"missing, check that their hosts can reach that address, or raise initialization_timeout_s."
         )
 
     def _tell(self, answer: dict[str, Any]) -> None:

@@ -17,9 +17,9 @@ import jax
 
 from zero2jax.processes.addresses import is_loopback, split_address
 from zero2jax.processes.cluster_env import Place, find_place
-from zero2jax.processes.launcher_variables import num_restarts
+from zero2jax.processes.launcher_variables import STARTERS, first_set, num_restarts, read_number
 from zero2jax.processes.progress import Progress
-from zero2jax.processes.roll_call import Entry, Roll, call_roll, code_versions
+from zero2jax.processes.roll_call import Entry, Roll, StartError, call_roll, code_versions
 from zero2jax.processes.signed_lines import job_token
 
 _logger = logging.getLogger(__name__)
@@ -101,6 +101,27 @@ def init_distributed(
     )
     _say(startup)
     return startup
+
+
+def expect_joined() -> None:
+    """Refuse to train alone what a launcher has started as one of several processes.
+
+    Launchers that start the processes themselves, since a scheduler may well run programs that are none of each other's
+    business.
+
+    Raises:
+      StartError: the launcher's variables tell of several processes, and `jax.distributed` has not been started.
+    """
+    if jax.distributed.is_initialized():
+        return
+    for family in STARTERS:
+        name = first_set(os.environ, family.counts)
+        if family.is_set(os.environ) and name is not None and read_number(os.environ, name) > 1:
+            raise StartError(
+                f"building the engine: {family.source} has started this process as one of {os.environ[name]}, and it "
+                f"has not joined the others: each would train by itself. Call zero2jax.init_distributed() before "
+                f"anything uses a device; or start a single process."
+            )
 
 
 def _start(place: Place, initialization_timeout_s: int, heartbeat_timeout_s: int) -> None:

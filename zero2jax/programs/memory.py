@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
-from zero2jax.base.pytrees import PyTree
+from zero2jax.base.pytrees import PyTree, check_alive
 from zero2jax.base.tables import aligned
 from zero2jax.programs.formulas import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, Formula, class_formulas
 from zero2jax.programs.groups import axis_names
@@ -103,6 +103,9 @@ class MemoryReport:
 
 def live_bytes(tree: PyTree) -> int:
     """Bytes that a tree of arrays takes on the device of this process that holds most of it."""
+    check_alive(
+        tree, "the tree whose bytes are counted", "It was donated: pass the one that the step returned."
+    )
     held: dict[jax.Device, int] = {}
     for x in jax.tree.leaves(tree):
         for shard in x.addressable_shards:

@@ -28,7 +28,7 @@ from zero2jax.zero import exchange
 from zero2jax.zero.exchange import Use, by_layer, gather, reduce_grad
 from zero2jax.zero.gradient_settings import GradientSettings
 from zero2jax.zero.point_of_use import Standin, evaluate
-from zero2jax.zero.tracing import trace_loss, warn_of_wide_products
+from zero2jax.zero.tracing import trace_loss, warn_of_unused_leaves, warn_of_wide_products
 
 Gradient = tuple[list[jax.Array], WeightedSum]
 """Weight x gradient of each trainable leaf, and the loss terms."""
@@ -162,7 +162,7 @@ def local_loss(
     shards = _group_shards(settings, settings.uses, params)
     standins = [Standin(use, x, None) for use, x in zip(settings.uses, shards, strict=True)]
     rng = rng._replace(slice_index=jax.lax.axis_index(settings.axes.names))
-    terms = _evaluated(loss, settings, standins, batch, rng, regather=False)
+    terms = _evaluated(loss, settings, standins, batch, rng, regather=False, trains=False)
     return WeightedSum.of(terms).psum(settings.axes.names)
 
 
@@ -174,10 +174,13 @@ def _evaluated(
     rng: SliceKey,
     *,
     regather: bool,
+    trains: bool = True,
 ) -> Any:
     """`fun(params, batch, rng)`, the leaves of `params` full or stand-ins."""
     jaxpr, out = trace_loss(fun, settings.compute_shapes, batch, rng)
     warn_of_wide_products(jaxpr, settings.precision.compute_dtype)
+    if trains:
+        warn_of_unused_leaves(jaxpr, {i: settings.plan.leaves[i].path for i in settings.trained})
     flat = evaluate(jaxpr, [*params, *jax.tree.leaves((batch, rng))], regather=regather)
     return jax.tree.unflatten(jax.tree.structure(out), flat)
 

@@ -6,8 +6,9 @@ part of `gradients`, so that what only reads settings need not import how gradie
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NoReturn
 
+from zero2jax.base.checks import is_positive, is_whole
 from zero2jax.base.mesh import DataAxes
 from zero2jax.zero.loss_scale import LossScale
 from zero2jax.zero.precision import Precision
@@ -47,17 +48,13 @@ class StepSettings:
     axes: DataAxes = dataclasses.field(default_factory=DataAxes)
 
     def __post_init__(self) -> None:
-        if self.stage not in (0, 1, 2, 3):
-            raise ValueError(
-                f"building the engine: stage is {self.stage!r}; ZeRO has the stages 0, 1, 2 and 3."
-            )
-        if not isinstance(self.num_microbatches, int) or self.num_microbatches < 1:
-            raise ValueError(
-                f"building the engine: num_microbatches is {self.num_microbatches!r}; it must be a whole number of at "
-                f"least 1."
-            )
+        self._check_numbers()
         if self.reduction not in ("mean", "sum"):
-            raise ValueError(f"building the engine: reduction is {self.reduction!r}; it is 'mean' or 'sum'.")
+            _refuse("reduction", self.reduction, "it is 'mean' or 'sum'")
+        flags = {"skip_nonfinite": self.skip_nonfinite, "shard_over_replicas": self.axes.rest_over_replicas}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool):
+                _refuse(name, flag, "it is True or False")
         if self.precision.has_float16 and self.loss_scale is None:
             object.__setattr__(self, "loss_scale", LossScale())
         if self.gather not in ("auto", "use", "once") or (self.gather == "once" and self.stage != 2):
@@ -70,6 +67,25 @@ class StepSettings:
                 "building the engine: shard_over_replicas at stage 0, which replicates the state. Use a stage from 1 "
                 "up, or leave it out."
             )
+
+    def _check_numbers(self) -> None:
+        """Refuse what is no number, or out of range; numbers of NumPy become Python's, which JSON can hold."""
+        whole = {name: getattr(self, name) for name in ("stage", "num_microbatches", "batch_size", "seed")}
+        if not is_whole(self.stage) or self.stage not in (0, 1, 2, 3):
+            _refuse("stage", self.stage, "ZeRO has the stages 0, 1, 2 and 3")
+        for name in ("num_microbatches", "batch_size"):
+            absent = name == "batch_size" and whole[name] is None
+            if not absent and (not is_whole(whole[name]) or whole[name] < 1):
+                _refuse(name, whole[name], "it must be a whole number of at least 1")
+        if not is_whole(self.seed) or not -(2**31) <= self.seed < 2**32:
+            _refuse(
+                "seed", self.seed, "it must be a whole number of 32 bits, since a key holds no more of it"
+            )
+        for name, value in whole.items():
+            object.__setattr__(self, name, None if value is None else int(value))
+        if self.clip_norm is not None and not is_positive(self.clip_norm):
+            rule = "it must be a finite number above 0, or None for no clipping (which 0.0 means in a DeepSpeed JSON)"
+            _refuse("clip_norm", self.clip_norm, rule)
 
     @property
     def gather_once(self) -> bool:
@@ -86,3 +102,7 @@ class StepSettings:
         scale = None if self.loss_scale is None else dataclasses.asdict(self.loss_scale)
         plain = {"precision": self.precision.names, "clip_norm": clip_norm, "axes": axes, "loss_scale": scale}
         return {**values, **plain}
+
+
+def _refuse(name: str, value: Any, rule: str) -> NoReturn:
+    raise ValueError(f"building the engine: {name} is {value!r}; {rule}.")

@@ -20,8 +20,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zero2jax.base.mesh import DATA_AXIS, check_mesh
-from zero2jax.base.pytrees import PyTree, is_function, shapes_of
+from zero2jax.base.mesh import DATA_AXIS, check_mesh, replicated
+from zero2jax.base.pytrees import PyTree, is_function, path_string, shapes_of
 from zero2jax.base.transformation import checked_transformation, refuse_multi_steps
 from zero2jax.zero.layer_dims import guess_layer_dims
 from zero2jax.zero.shard_plan import LeafPlan, ShardPlan, check_model_axes, make_shard_plan, plan_like
@@ -49,7 +49,8 @@ def shard_optimizer(
       axis_name: axis to shard over.
 
     Raises:
-      ValueError: a stage outside 0-3, a mesh without the axis; when initialised, a state of `optax.MultiSteps`.
+      ValueError: a stage outside 0-3, a mesh without the axis; when initialised, a state of `optax.MultiSteps`, or
+        parameters that were put on other devices than the mesh's.
 
     Example:
       >>> import jax.numpy as jnp, zero2jax
@@ -88,9 +89,22 @@ class _Sharded:
 
     def init(self, params: PyTree) -> PyTree:
         """The state of new parameters, padded and in shards."""
+        self._check_devices(params)
         _, state_plan = self._plans(params)
         build = lambda params: pad(self.inner.init(params), state_plan, self.mesh)
         return jax.jit(build, out_shardings=state_plan.shardings(self.mesh))(params)
+
+    def _check_devices(self, params: PyTree) -> None:
+        """Refuse parameters that were put on some of the devices only, by which JAX would refuse the user's step."""
+        devices = replicated(self.mesh).device_set
+        for path, x in jax.tree_util.tree_leaves_with_path(params):
+            put = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed
+            if put and x.sharding.device_set != devices:
+                raise ValueError(
+                    f"initialising a sharded optimizer: {path_string(path)!r} lies on {len(x.sharding.device_set)} "
+                    f"device(s), and the mesh has {len(devices)}. Put the parameters on the "
+                    f"mesh first: jax.device_put(params, jax.NamedSharding(mesh, jax.P()))."
+                )
 
     def update(
         self,
@@ -120,7 +134,7 @@ class _Sharded:
             check_mesh(self.mesh, self.axis_name),
             layer_dims=guess_layer_dims(shapes) if self.layer_dims is None else self.layer_dims,
             param_specs=self.param_specs,
-            whole="stage 0 keeps the state whole" if self.stage == 0 else "",
+            why_replicated="stage 0 replicates the state" if self.stage == 0 else "",
             axis_name=self.axis_name,
         )
         check_model_axes(plan, self.mesh)

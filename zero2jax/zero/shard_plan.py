@@ -94,14 +94,14 @@ class LeafPlan:
 class ShardPlan:
     """The plan of a pytree: its leaves' plans in the order of `jax.tree.leaves`, and its structure.
 
-    `num_shards` is N, `axis_name` the mesh axis or axes of that size, `whole` why all leaves are replicated (or empty).
+    `num_shards` is N, `axis_name` the mesh axis or axes of that size, `why_replicated` why all leaves are (or empty).
     """
 
     leaves: tuple[LeafPlan, ...]
     treedef: Any
     num_shards: int
     axis_name: AxisName = DATA_AXIS
-    whole: str = ""
+    why_replicated: str = ""
 
     @property
     def tree(self) -> PyTree:
@@ -139,7 +139,7 @@ class ShardPlan:
 
     def table(self) -> str:
         """The plan as text: a line per leaf with shape, sharded dim, padding and bytes, or the reason."""
-        rows = [("leaf", "shape", "dtype", "sharded dim", "padded to", "bytes/device", "why whole")]
+        rows = [("leaf", "shape", "dtype", "sharded dim", "padded to", "bytes/device", "why replicated")]
         for leaf in self.leaves:
             dim = leaf.dim
             rows.append(
@@ -170,7 +170,7 @@ def make_shard_plan(
     *,
     layer_dims: PyTree | None = None,
     param_specs: PyTree | None = None,
-    whole: str = "",
+    why_replicated: str = "",
     axis_name: AxisName = DATA_AXIS,
 ) -> ShardPlan:
     """Decide for every leaf which dim is sharded, or why none is.
@@ -180,7 +180,7 @@ def make_shard_plan(
       num_shards: N, any positive number.
       layer_dims: number of leading layer dims per leaf, an int for all or a tree of ints; None means 0.
       param_specs: a PartitionSpec (or None) per leaf for the other mesh axes, as for `jax.jit`.
-      whole: if not empty, every leaf is replicated, and this is the reason given.
+      why_replicated: if not empty, every leaf is replicated, and this is the reason given.
       axis_name: mesh axis of size N, or several axes of that size together.
 
     Example:
@@ -198,7 +198,7 @@ def make_shard_plan(
         named = jax.tree.map(lambda x: 0 if is_spec(x) else x, param_specs, is_leaf=is_spec)
         check_same_structure(shapes, named, "the parameters", "`param_specs`")
         specs = jax.tree.leaves(param_specs, is_leaf=is_spec)
-    plan = ShardPlan((), treedef, num_shards=num_shards, axis_name=axis_name, whole=whole)
+    plan = ShardPlan((), treedef, num_shards=num_shards, axis_name=axis_name, why_replicated=why_replicated)
     leaves = tuple(
         _plan_leaf(plan, path_names(path), x, int(d), spec)
         for (path, x), d, spec in zip(flat, depth, specs, strict=True)
@@ -219,8 +219,8 @@ def _plan_leaf(
         reason = "one shard"
     elif size == 0:
         reason = "no elements"
-    elif plan.whole:
-        reason = plan.whole
+    elif plan.why_replicated:
+        reason = plan.why_replicated
     elif not shape:
         reason = "scalar"
     elif jnp.issubdtype(dtype, jax.dtypes.extended):

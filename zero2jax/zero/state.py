@@ -6,7 +6,7 @@ parameter, with Adam: 12/N bytes (fp32 master, two moments), nothing else. ZeRO,
 """
 
 import dataclasses
-import inspect
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,12 +16,14 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from zero2jax.base.checks import is_whole, misfit, type_name
 from zero2jax.base.mesh import DataAxes, axis_size, moved, replicated
 from zero2jax.base.pytrees import (
     LeafPredicate,
     PyTree,
     check_alive,
     check_same_structure,
+    is_function,
     path_names,
     path_string,
     select_leaves,
@@ -133,7 +135,7 @@ def make_layout(
     mesh: Mesh,
     *,
     axes: DataAxes,
-    whole: str,
+    why_replicated: str,
     layer_dims: PyTree,
     trainable: PyTree | LeafPredicate | None,
     param_specs: PyTree | None,
@@ -147,7 +149,7 @@ def make_layout(
       tx: optimizer; its state is planned from `tx.init`'s output shapes.
       mesh: device mesh.
       axes: the data axes of the mesh.
-      whole: reason why every leaf is replicated, or empty.
+      why_replicated: reason why every leaf is replicated, or empty.
       layer_dims: leading layer dims per leaf.
       trainable: tree of booleans or predicate; None means every leaf.
       param_specs: PartitionSpecs of the other axes.
@@ -155,9 +157,21 @@ def make_layout(
       host: where trainable parameters and optimizer state are stored; see `Layout`.
 
     Raises:
-      ValueError: a trainable leaf is not floating; a tree has another structure; a spec does not fit the mesh.
+      ValueError: no leaf is trainable, or one that is not floating; a tree has another structure; a spec does not fit
+        the mesh.
     """
     flags = tuple(select_leaves(shapes, trainable, default=True, name="trainable"))
+    if not any(flags):
+        paths = [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+        said = (
+            f"`trainable` selects none of the {len(paths)} leaves, {paths[:3]} first"
+            if paths
+            else "they are none"
+        )
+        raise ValueError(
+            f"planning the state: no parameter is trained: {said}. Pass parameters, and a `trainable` that holds for "
+            f"one of them at least."
+        )
     _check_floating(shapes, flags)
     leaves, treedef = jax.tree.flatten(shapes)
     stored = jax.tree.unflatten(
@@ -172,7 +186,7 @@ def make_layout(
         axis_size(mesh, axes.rest),
         layer_dims=layer_dims,
         param_specs=param_specs,
-        whole=whole,
+        why_replicated=why_replicated,
         axis_name=axes.rest,
     )
     check_model_axes(plan, mesh, axes.names)
@@ -239,28 +253,17 @@ def place_state(state: TrainState, layout: Layout, mesh: Mesh) -> TrainState:
         "This state was given to engine.step, which donates it: use the one that it returned, state, metrics = "
         "engine.step(state, batch). To keep one beside, copy it before the step: jax.tree.map(jnp.copy, state).",
     )
-    _check_on_devices(state)
+    _check_devices(state, layout, mesh)
     if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(state)):
         state = jax.tree.map(_as_kept, state, layout.abstract_state(mesh))
     _check_leaves(state, layout)
     return state
 
 
-def _check_on_devices(state: TrainState) -> None:
-    for x in jax.tree.leaves((state.params, state.opt_state)):
-        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-            if x.sharding.memory_kind == HOST_MEMORY:
-                raise ValueError(
-                    "reading the state: it waits in host memory, where engine.offload_state put it. Bring it back "
-                    "first: state = engine.reload_state(state)."
-                )
-            return  # the leaves of a part move together
-
-
 def _check_structure(state: TrainState, layout: Layout) -> None:
     if not isinstance(state, TrainState):
         raise TypeError(
-            f"reading the state: found {type(state).__name__}, expected the TrainState that engine.init or the step "
+            f"reading the state: found {type_name(state)}, expected the TrainState that engine.init or the step "
             f"before returned. A step is state, metrics = engine.step(state, batch)."
         )
     check_same_structure(layout.params.tree, state.params, "the parameters", "`state.params`")
@@ -272,6 +275,26 @@ def _check_structure(state: TrainState, layout: Layout) -> None:
             f"this engine's init returned; to go on with parameters of another precision, restore a checkpoint of "
             f"them with select= and into=."
         )
+
+
+def _check_devices(state: TrainState, layout: Layout, mesh: Mesh) -> None:
+    for part in (state.params, state.opt_state):
+        arrays = (x for x in jax.tree.leaves(part) if isinstance(x, jax.Array))
+        first = next(arrays, None)  # a part lies in one place
+        if first is None or isinstance(first, jax.core.Tracer):
+            continue
+        if first.sharding.memory_kind == HOST_MEMORY:
+            raise ValueError(
+                "reading the state: it waits in host memory, where engine.offload_state put it. Bring it back first: "
+                "state = engine.reload_state(state)."
+            )
+        there, here = first.sharding.device_set, replicated(mesh).device_set
+        if there != here and (layout.host is None or there != replicated(layout.host).device_set):
+            raise ValueError(
+                f"reading the state: it lies on {len(there)} devices and the mesh of this engine has "
+                f"{'other ones' if len(there) == len(here) else len(here)}. A state goes from mesh to mesh by a "
+                f"checkpoint: save it with its own engine's zero2jax.Checkpointer, and restore it with this one's."
+            )
 
 
 def _check_leaves(state: TrainState, layout: Layout) -> None:
@@ -326,20 +349,40 @@ def _slice(leaf: LeafPlan, host: np.ndarray, index: tuple[slice, ...]) -> np.nda
     return shard
 
 
-def check_init_arguments(init_fn: Callable[..., PyTree], args: tuple[Any, ...]) -> None:
-    """Raise a TypeError if a function that makes parameters cannot be called with these arguments."""
-    try:
-        signature = inspect.signature(init_fn)
-    except (TypeError, ValueError):  # a callable without a signature
-        return
-    try:
-        signature.bind(*args)
-    except TypeError as error:
-        name = getattr(init_fn, "__name__", "init_fn")
+def check_init_arguments(params: PyTree | Callable[..., PyTree], args: tuple[Any, ...]) -> None:
+    """Raise a TypeError if these are neither parameters nor a function that makes them from these arguments."""
+    if hasattr(params, "params") and hasattr(params, "opt_state"):
+        own = isinstance(params, TrainState)
+        way_out = "Go on with it, or pass engine.params(state)" if own else "Pass its .params"
         raise TypeError(
-            f"making the parameters by {name}{signature} with {len(args)} arguments: {error}. What follows the "
-            f"function is passed on to it: engine.init(init_fn, jax.random.key(0))."
-        ) from None
+            f"making a state: found a {type_name(params)}, which is a training state, and not parameters. {way_out}."
+        )
+    if not is_function(params):
+        return
+    if callable(getattr(params, "init", None)) and callable(getattr(params, "apply", None)):
+        raise TypeError(
+            f"making the parameters by a {type_name(params)}: it is a module, and what makes its parameters is its "
+            f"init. Write engine.init(model.init, jax.random.key(0), x), with an input x of the model."
+        )
+    if problem := misfit(params, *args):
+        signature, reason = problem
+        raise TypeError(
+            f"making the parameters by {getattr(params, '__name__', 'init_fn')}{signature} with {len(args)} arguments: "
+            f"{reason}. What follows the function is passed on to it: engine.init(init_fn, jax.random.key(0))."
+        )
+
+
+def made_shapes(init_fn: Callable[..., PyTree], args: tuple[Any, ...]) -> PyTree:
+    """The shapes that a function makes. A number in the place of its key is not known to be wrong until it fails."""
+    try:
+        return jax.eval_shape(functools.partial(init_fn, *args))
+    except (TypeError, ValueError) as error:
+        if args and is_whole(args[0]):
+            error.add_note(
+                f"zero2jax: engine.init passed {args[0]!r} on to the function that makes the parameters. If that is to "
+                f"be a random key, write engine.init(init_fn, jax.random.key({args[0]!r}))."
+            )
+        raise
 
 
 def make_params(make: Callable[[], PyTree], layout: Layout, mesh: Mesh) -> PyTree:

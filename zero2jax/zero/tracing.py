@@ -10,7 +10,7 @@ that closes over an array on a mesh (a teacher's parameters), since only there J
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -67,5 +67,21 @@ def warn_of_wide_products(jaxpr: Any, compute_dtype: Any) -> None:
         f"The first is at {wide[0].line}. Cast the batch, or give the layers dtype=jnp.{jnp.dtype(compute_dtype)} "
         f"(flax.nnx.Embed above all, whose default is the dtype that its parameters had when it was made); or pass "
         f"Precision(compute_dtype=jnp.{wide[0].dtype}) if that is what you want.",
+        stacklevel=2,
+    )
+
+
+def warn_of_unused_leaves(jaxpr: Any, paths: Mapping[int, str]) -> None:
+    """Say which leaves, by path under their index, the loss, the first output of a jaxpr, does not depend on."""
+    used = jaxprs.used_inputs(jaxpr)
+    unused = [repr(path) for i, path in paths.items() if not used[i]]
+    if not unused:
+        return
+    named = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+    which = "any of the trainable parameters" if len(unused) == len(paths) else "the trainable parameters"
+    warnings.warn(
+        f"tracing the loss function: it does not use {which}: {named}. Their gradients are zero. Compute with the "
+        f"params that it is called with, not with those of a model that it closes over; or freeze what is not to be "
+        f"trained: trainable=lambda path, leaf: ...",
         stacklevel=2,
     )
