@@ -6,11 +6,12 @@ from pathlib import Path
 import zero2jax
 
 PACKAGE = Path(zero2jax.__file__).parent
-CORE = {"base", "zero", "activations", "programs", "processes"}
+CORE = {"base", "zero", "activations", "offload", "programs", "processes"}
 MAY_IMPORT = {
     "base": set(),
     "zero": {"base"},
     "activations": {"base"},
+    "offload": {"base", "zero"},
     "processes": {"base"},
     "programs": {"base", "zero"},
     "engine": CORE,

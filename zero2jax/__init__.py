@@ -17,6 +17,9 @@ from zero2jax.zero.precision import Precision
 from zero2jax.zero.loss_scale import LossScale, LossScaleError, LossScaleState
 from zero2jax.zero.shard_optimizer import shard_optimizer
 
+# Masters and optimizer state in host memory
+from zero2jax.offload.settings import OffloadSettings
+
 # What backward keeps of the layers
 from zero2jax.activations.layers import ActivationSettings, remat_layers
 from zero2jax.activations.policies import remat_policy
@@ -76,6 +79,8 @@ __all__ = [
     "LossScaleError",
     "LossScaleState",
     "shard_optimizer",
+    # Masters and optimizer state in host memory
+    "OffloadSettings",
     # What backward keeps of the layers
     "ActivationSettings",
     "remat_layers",

@@ -5,7 +5,7 @@ The checks before tracing live here; `zero.step` holds the pure functions, and `
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -30,7 +30,18 @@ from zero2jax.base.losses import Loss, LossFn
 from zero2jax.base.mesh import DATA_AXIS, DataAxes, axis_size, data_axes, make_mesh
 from zero2jax.base.pytrees import LeafPredicate, PyTree, check_alive, is_function, is_traced, shapes_of
 from zero2jax.base.transformation import checked_transformation
-from zero2jax.processes.agreement import expect_same_start, expect_same_step, spans_processes
+from zero2jax.offload.between import from_host, to_host
+from zero2jax.offload.host_memory import check_hosts, memory_row
+from zero2jax.offload.host_mesh import host_mesh
+from zero2jax.offload.offloaded import Offloaded
+from zero2jax.offload.residents import with_residents
+from zero2jax.offload.settings import OffloadSettings
+from zero2jax.processes.agreement import (
+    expect_same_start,
+    expect_same_step,
+    gather_with_hosts,
+    spans_processes,
+)
 from zero2jax.processes.progress import STEP_EVENT
 from zero2jax.processes.start import expect_joined
 from zero2jax.programs.memory import MemoryReport, measure_memory
@@ -44,6 +55,7 @@ from zero2jax.zero.state import (
     Layout,
     TrainState,
     check_init_arguments,
+    check_state,
     made_shapes,
     make_layout,
     make_opt_state,
@@ -88,6 +100,7 @@ class Engine:
       shard_over_replicas: on a mesh with an axis `replica`, shard the state at rest over that axis too, instead of
         keeping a copy of it in each group of devices; see `zero2jax.base.mesh.DataAxes`.
       activations: what is saved of the loss function's layers for backward, and where; None leaves it to the loss.
+      offload: store masters and optimizer state in host memory and update them there; None keeps them on the devices.
       compiler_options: for the compilation of this step alone, as for `jax.jit`; or a function that makes them
         from the shard plan of the parameters.
 
@@ -123,6 +136,7 @@ class Engine:
         axis_name: str = DATA_AXIS,
         shard_over_replicas: bool = False,
         activations: ActivationSettings | None = None,
+        offload: OffloadSettings | None = None,
         compiler_options: CompilerOptions = None,
     ):
         expect_joined()
@@ -145,6 +159,8 @@ class Engine:
         self.num_batch_shards = axis_size(mesh, self.axes.batch)
         self.config: Mapping[str, Any] | None = None  # the configuration it was made from, for the record
         self.activations = activations
+        self.offload = offload
+        self._host = None if offload is None else host_mesh(mesh, offload)
         # made once: it says what it has to say once
         self._loss = losses.normalized(loss_fn)
         if activations is not None:
@@ -223,8 +239,15 @@ class Engine:
         elif layer_dims is None:
             layer_dims = self._read_layer_dims(shapes, batch, loss_args)
         layout = self._make_layout(shapes, layer_dims)
+        if self.offload is not None:
+            layout = with_residents(self._program(layout), self.offload.ratio)
         if self._functions is None or layout != self.layout:
-            self._functions = Compiled(self._program(layout), self._compiler_options)
+            program, options = self._program(layout), self._compiler_options
+            self._functions = (
+                Compiled(program, options)
+                if self.offload is None
+                else Offloaded(program, options, self.offload)
+            )
         return layout.abstract_state(self.mesh)
 
     def init(
@@ -252,12 +275,14 @@ class Engine:
             if is_function(params):
                 abstract = self.abstract_state(made_shapes(params, args), batch=batch, loss_args=loss_args)
                 expect_same_start(self._start(), self.mesh, args)
-                placed = make_params(functools.partial(params, *args), self.layout.params, self.mesh)
+                self._check_host_memory()
+                placed = make_params(functools.partial(params, *args), self.layout, self.mesh)
             else:
                 check_alive(params, "the parameters", "It was donated: pass parameters that are still there.")
                 abstract = self.abstract_state(params, batch=batch, loss_args=loss_args)
                 expect_same_start(self._start(), self.mesh, params)
-                placed = place_params(params, self.layout.params, self.mesh)
+                self._check_host_memory()
+                placed = place_params(params, self.layout, self.mesh)
             opt_state = make_opt_state(self._tx, placed, self.layout, self.mesh)
             first = functools.partial(self.layout.first_scalars, self.settings.seed)
             step, rng, loss_scale = jax.jit(first, out_shardings=abstract.step.sharding)()
@@ -304,7 +329,7 @@ class Engine:
             if not traced:
                 self._watch.check()
             if not compiled.compared and spans_processes(self.mesh) and not traced:
-                expect_same_step(compiled.step.lower(*args))
+                expect_same_step(compiled.programs(*args))
                 compiled.compared = True
             state, metrics = (compiled.step_inside if traced else compiled.step)(*args)
         if not traced:
@@ -328,7 +353,7 @@ class Engine:
         state = place_state(state, self.layout, self.mesh)
         check_batch(batch, self.num_batch_shards, 1)
         evaluate = self._compiled.evaluate(loss_fn or self.loss_fn)
-        args = (state, *self._placed(batch, loss_args))
+        args = (self._compiled.on_devices(state), *self._placed(batch, loss_args))
         with self._running(is_traced(args)):
             means = self._settled(evaluate(*args))
         return means.loss if means.aux is None else (means.loss, means.aux)
@@ -338,6 +363,26 @@ class Engine:
         state = place_state(state, self.layout, self.mesh)
         with self._running(is_traced(state)):
             return self._settled(self._compiled.params(state.params))
+
+    def offload_state(
+        self, state: TrainState, include: Collection[str] = ("params", "opt_state")
+    ) -> TrainState:
+        """The state with the parts named moved to pinned host memory, for a phase that needs the devices' memory.
+
+        The buffers on the devices are gone: use the state that is returned. It can be saved; a step takes it after
+        `reload_state`. Of an engine that offloads, the copies on the devices are let go, too.
+
+        Raises:
+          ValueError: a part is neither "params" nor "opt_state"; the devices have no pinned host memory.
+        """
+        check_state(state, self.layout)
+        self._compiled.forget_copies()
+        return to_host(state, self.layout, self.mesh, include)
+
+    def reload_state(self, state: TrainState) -> TrainState:
+        """The state of `offload_state` back where a step takes it, bit for bit; of another state, itself."""
+        check_state(state, self.layout)
+        return from_host(state, self.layout, self.mesh)
 
     def lower(self, batch: PyTree, *, loss_args: LossArgs = None) -> jax.stages.Lowered:
         """The step lowered for a batch of these shapes (arrays or shapes), to compile, count and audit."""
@@ -393,9 +438,9 @@ class Engine:
         return place_batch(batch, self.mesh, self.axes.batch), place_loss_args(loss_args, self.mesh)
 
     def _abstract(self, batch: PyTree, loss_args: LossArgs) -> tuple[TrainState, PyTree, dict[str, PyTree]]:
-        """The shapes of what a step takes, with shardings."""
+        """The shapes of what the devices take in a step, with shardings."""
         placed = abstract_batch(batch, self.mesh, self.axes.batch), abstract_loss_args(loss_args, self.mesh)
-        return self.layout.abstract_state(self.mesh), *placed
+        return self._compiled.abstract_on_devices(), *placed
 
     def _settled(self, result: Any) -> Any:
         """`result`, waited for on simulated devices, where programs that run at the same time may each hold threads
@@ -426,6 +471,12 @@ class Engine:
 
         return layer_dims_of_loss(loss, program.settings.compute_shapes, placed, self.mesh, self.axes)
 
+    def _check_host_memory(self) -> None:
+        """Refuse to offload what the hosts have no room for, in all processes alike."""
+        if self.offload is not None:
+            row = memory_row(self.layout, self._program(self.layout).settings, self.mesh)
+            check_hosts(*gather_with_hosts(row) if spans_processes(self.mesh) else (row[None], ("here",)))
+
     def _make_layout(self, shapes: PyTree, layer_dims: PyTree) -> Layout:
         return make_layout(
             shapes,
@@ -437,6 +488,7 @@ class Engine:
             trainable=self._trainable,
             param_specs=self._param_specs,
             loss_scale=self.settings.loss_scale,
+            host=self._host,
         )
 
     def _program(self, layout: Layout, loss: Loss | None = None) -> StepProgram:

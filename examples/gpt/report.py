@@ -81,7 +81,7 @@ def memory_table(memory: zero2jax.MemoryReport) -> Table:
     for row in memory.rows:
         table.add_row(row.name, number(row.measured_bytes), number(row.formula_bytes), row.formula)
     table.add_section()
-    table.add_row("total", number(memory.total_bytes), "", "master + optimizer + temporary")
+    table.add_row("total", number(memory.total_bytes), "", " + ".join(memory.held))
     return table
 
 

@@ -252,3 +252,25 @@ def test_a_product_of_two_dtypes_counts_as_the_wider_one_and_knows_its_line():
     (product,) = jaxprs.products(jaxpr)
     assert product.dtype == jnp.float32
     assert "test_jaxprs.py:" in product.line
+
+
+def test_a_part_of_a_jaxpr_is_what_some_outputs_need_and_dependencies_say_which_inputs():
+    shift = np.float32([1, 2])
+
+    @jax.jit
+    def inner(a, b):
+        return a * 2, b + shift
+
+    def f(a, b, c):
+        x, y = inner(a, b)
+        return x, y + x, c, jnp.sum(c) + x, 3.0
+
+    args = [jnp.float32([i, i + 1]) for i in range(3)]
+    jaxpr = jaxprs.inlined(jaxprs.trace(f, *args)[0])
+    assert jaxprs.dependencies(jaxpr) == [0b001, 0b011, 0b100, 0b101, 0]
+    expected = f(*args)
+    for which, needed in (([0], [0]), ([1], [0, 1]), ([2, 3], [0, 2]), ([4], [])):
+        part, used = jaxprs.part_of(jaxpr, which)
+        assert used == needed
+        for found, i in zip(part(*[args[j] for j in used]), which, strict=True):
+            np.testing.assert_array_equal(found, expected[i])

@@ -8,6 +8,7 @@ from zero2jax.config.rules import key_values
 
 FROZEN = {
     Treatment.IMPLEMENTED: """
+        zero_optimization.offload_optimizer.device zero_optimization.offload_optimizer.ratio
         train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer.type
         scheduler.type gradient_clipping communication_data_type bf16.enabled
         bf16.check_grad_overflow gradient_allreduce_op
@@ -40,7 +41,9 @@ FROZEN = {
         zero_optimization.pipeline_loading_checkpoint zero_optimization.override_module_apply
         zero_optimization.log_trace_cache_warnings zero_optimization.enable_sanity_checks
         zero_optimization.save_muon_momentum_buffer_in_memory zero_optimization.leaf_module
-        zero_optimization.grad_hooks optimizer.legacy_fusion zero_allow_untested_optimizer
+        zero_optimization.grad_hooks zero_optimization.offload_optimizer.pin_memory
+        zero_optimization.offload_optimizer.fast_init
+        zero_optimization.offload_optimizer.cpuadam_cores_perc optimizer.legacy_fusion zero_allow_untested_optimizer
         zero_force_ds_cpu_optimizer fp16.auto_cast bf16.immediate_grad_update data_types.buffer_dtype
         prescale_gradients gradient_predivide_factor seq_parallel_communication_data_type
         sparse_gradients disable_allgather graph_harvesting
@@ -51,15 +54,12 @@ FROZEN = {
         data_parallel_size nebula datastates_ckpt autotuning pipeline
     """,
     Treatment.NOT_YET: """
-        fp16.fp16_master_weights_and_grads zero_optimization.offload_optimizer.device
+        fp16.fp16_master_weights_and_grads
         zero_optimization.offload_optimizer.nvme_path
         zero_optimization.offload_optimizer.buffer_count
-        zero_optimization.offload_optimizer.pin_memory
         zero_optimization.offload_optimizer.pipeline_read
         zero_optimization.offload_optimizer.pipeline_write
-        zero_optimization.offload_optimizer.fast_init zero_optimization.offload_optimizer.ratio
         zero_optimization.offload_optimizer.super_offload
-        zero_optimization.offload_optimizer.cpuadam_cores_perc
         zero_optimization.offload_param.device zero_optimization.offload_param.nvme_path
         zero_optimization.offload_param.buffer_count zero_optimization.offload_param.buffer_size
         zero_optimization.offload_param.max_in_cpu zero_optimization.offload_param.pin_memory

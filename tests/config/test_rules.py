@@ -198,6 +198,7 @@ def test_one_device_saves_nothing_at_stages_1_and_2(stage):
     assert "offload_optimizer" in note
     assert "stage 3" in note
     assert device_notes(read_config(zero(stage=stage)), 2) == []
+    assert device_notes(read_config(zero(stage=stage, offload_optimizer={"device": "cpu"})), 1) == []
 
 
 def test_ignored_keys_are_named_once():
@@ -213,6 +214,10 @@ def test_ignored_keys_are_named_once():
 @pytest.mark.parametrize(
     ("raw", "path"),
     [
+        (
+            zero(stage=3, offload_optimizer={"device": "cpu", "super_offload": True, "nvme_path": "/x"}),
+            "zero_optimization.offload_optimizer.super_offload",
+        ),
         (
             {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
             "fp16.fp16_master_weights_and_grads",
@@ -238,7 +243,7 @@ def test_not_yet_ignores_blocks_that_are_off():
         "fp16": {"enabled": False, "hysteresis": 4},
         "tensorboard": {"enabled": False, "output_path": "x"},
         "bf16": {"enabled": False, "check_grad_overflow": True},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none", "pin_memory": False}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none", "super_offload": True}},
     }
     assert not_yet(read_config(raw)) == []
 

@@ -40,6 +40,15 @@ STEP = StepSettings(
 ACTIVATIONS = ActivationSettings(policy="dots", num_checkpoints=3)
 
 
+@pytest.mark.parametrize(("ratio", "offload"), [(1.0, 1.0), (0.25, 0.25), (0, None)])
+def test_the_ratio_of_offload_optimizer_is_that_of_the_engine(ratio, offload):
+    block = {"device": "cpu", "ratio": ratio}
+    found = translate(
+        read_config({"zero_optimization": {"stage": 3, "offload_optimizer": block}}), shards_from=""
+    )
+    assert (found.offload and found.offload.ratio) == offload
+
+
 def test_every_key_of_a_step_is_translated():
     settings = translate(read_config(RAW), 4, shards_from="here", gather="use", seed=7)
     assert settings.step == STEP

@@ -251,7 +251,7 @@ def test_stage_3_gathers_what_has_more_than_100_000_elements_again():
 
 def test_the_compiler_does_not_take_both_gathers_of_stage_3_for_one():
     lowered = lowered_stage_3(320)
-    assert lowered.as_text().count("stablehlo.optimization_barrier") == 3
+    assert lowered.as_text().count("stablehlo.optimization_barrier") == 3 + 1  # and the factor of the mean
     if jax.__version_info__ >= (0, 12):  # XLA's compiler for CPUs in jax 0.10 looks through the barrier
         compiled = collectives(lowered.compile().as_text())
         assert len([c for c in compiled if c.kind == "all-gather"]) == 5

@@ -8,7 +8,9 @@ both and names what to look at when a new jax changes them.
 """
 
 import contextlib
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -136,6 +138,51 @@ def evaluate_run(run: Run, args: Sequence[Any], apply: Apply) -> list[Any]:
     for eqn in run.eqns:
         _step(eqn, env, apply)
     return [env[v] for v in run.outputs]
+
+
+def part_of(jaxpr: Any, which: Sequence[int]) -> tuple[Callable[..., list[Any]], list[int]]:
+    """Some outputs of a closed jaxpr as a function of the inputs that they need, and the indices of these.
+
+    A call counts as a whole: see `inlined`.
+    """
+    results = [outputs(jaxpr)[i] for i in which]
+    wanted, kept = {v for v in results if not isinstance(v, Literal)}, []
+    for eqn in reversed(equations(jaxpr)):
+        if not wanted.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            wanted |= {v for v in eqn.invars if not isinstance(v, Literal)}
+    used = [i for i, v in enumerate(inputs(jaxpr)) if v in wanted]
+    constants = dict(zip(_open(jaxpr).constvars, getattr(jaxpr, "consts", ()), strict=True))
+
+    def part(*args: Any) -> list[Any]:
+        env = constants | dict(zip([inputs(jaxpr)[i] for i in used], args, strict=True))
+        for eqn in reversed(kept):
+            _step(eqn, env, lambda eqn, operands: bind(eqn, arrays(eqn, operands)))
+        return [_read(v, env) for v in results]
+
+    return part, used
+
+
+def dependencies(jaxpr: Any) -> list[int]:
+    """Which inputs each output of a jaxpr is computed from, as the bits of an int."""
+    found = {v: 1 << i for i, v in enumerate(inputs(jaxpr))}
+    of = lambda v: 0 if isinstance(v, Literal) else found.get(v, 0)
+    for eqn in equations(jaxpr):
+        together = functools.reduce(operator.or_, map(of, eqn.invars), 0)
+        found |= dict.fromkeys(eqn.outvars, together)
+    return [of(v) for v in outputs(jaxpr)]
+
+
+def inlined(jaxpr: Any) -> Any:
+    """A closed jaxpr without calls: each result of a called function by itself."""
+
+    def apply(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if is_call(eqn):
+            return evaluate(body(eqn), operands, apply)
+        return bind(eqn, arrays(eqn, operands))
+
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs(jaxpr)]
+    return trace(lambda *args: evaluate(jaxpr, args, apply), *shapes)[0]
 
 
 def evaluate_by_runs(

@@ -9,11 +9,11 @@ user.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Never
+from typing import Any, Never
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from zero2jax.base.checks import is_whole, type_name
@@ -161,6 +161,38 @@ def check_mesh(mesh: Mesh, axis_name: str = DATA_AXIS) -> int:
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of a value that every device holds in full."""
     return NamedSharding(mesh, P())
+
+
+def moved(arrays: Sequence[jax.Array], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
+    """Global arrays on the devices of another mesh, shard by shard: what device i holds goes to device i of the other.
+
+    All of them in one transfer, without a full copy of any; an array that lies there already is returned as it is.
+
+    Args:
+      arrays: each with a `NamedSharding`.
+      shardings: for each array, one of the same spec, over a mesh of the same shape.
+    """
+    shards: list[Any] = []
+    targets: list[Any] = []
+    for x, sharding in zip(arrays, shardings, strict=True):
+        if not _lies(x, sharding):
+            there = dict(zip(x.sharding.mesh.devices.flat, sharding.mesh.devices.flat, strict=True))  # type: ignore
+            for shard in x.addressable_shards:
+                shards.append(shard.data)
+                targets.append(SingleDeviceSharding(there[shard.device], memory_kind=sharding.memory_kind))
+    arrived = iter(jax.device_put(shards, targets) if shards else ())
+
+    def rebuilt(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        parts = [next(arrived) for _ in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+    pairs = zip(arrays, shardings, strict=True)
+    return [x if _lies(x, sharding) else rebuilt(x, sharding) for x, sharding in pairs]
+
+
+def _lies(x: jax.Array, sharding: NamedSharding) -> bool:
+    own = x.sharding
+    return own.device_set == sharding.device_set and own.memory_kind == sharding.memory_kind
 
 
 def padded_size(size: int, num_shards: int) -> int:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zero2jax.base.mesh import replicated
+from zero2jax.base.mesh import moved, replicated
 from zero2jax.base.pytrees import path_string
 from zero2jax.base.transformation import kept_numbers
 from zero2jax.base.versions import installed_version
@@ -244,6 +244,9 @@ def first_numbers(
     """
     if not kept_numbers(state.opt_state):
         return {}
-    init = lambda params: kept_numbers(tx.init(layout.trained(unpad(params, layout.params, mesh))))
-    numbers = jax.jit(init, out_shardings=replicated(mesh))(state.params)
+    home = layout.host or mesh
+    init = lambda trained: kept_numbers(tx.init(unpad(trained, layout.trained_params, home)))
+    trained, treedef = jax.tree.flatten(layout.trained(state.params))
+    trained = moved(trained, jax.tree.leaves(layout.trained_params.shardings(home)))
+    numbers = jax.jit(init, out_shardings=replicated(home))(jax.tree.unflatten(treedef, trained))
     return {f"opt_state/{name}": x for name, x in numbers.items()}

@@ -215,6 +215,10 @@ def _effective(settings: EngineSettings, num_devices: int | None) -> dict[str, s
         "learning rate": _block(config.scheduler, "constant"),
         "activations": _activations(settings.activations),
     }
+    if settings.offload is not None:
+        effective["masters and optimizer state"] = (
+            f"{settings.offload.ratio:.0%} in host memory, updated on the host's CPU"
+        )
     if "gradient_clipping" not in config.given:
         effective["gradient clipping"] += " (the key is absent; DeepSpeed since 0.19.3 would clip at 1.0)"
     if config.bf16.enabled:

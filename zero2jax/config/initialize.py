@@ -27,6 +27,7 @@ from zero2jax.config.schema import Config
 from zero2jax.config.translate import EngineSettings, translate
 from zero2jax.config.values import ConfigError, warn
 from zero2jax.engine import Engine
+from zero2jax.offload.settings import OffloadSettings
 from zero2jax.processes.agreement import expect_same
 from zero2jax.zero.shard_plan import ShardPlan
 
@@ -47,6 +48,7 @@ def initialize(
     axis_name: str = DATA_AXIS,
     shard_over_replicas: bool = False,
     activations: ActivationSettings | None = None,
+    offload: OffloadSettings | None = None,
 ) -> Engine:
     """An engine that trains `loss_fn` as a DeepSpeed-style configuration says.
 
@@ -69,6 +71,7 @@ def initialize(
       shard_over_replicas: as for `Engine`; `zero_hpz_partition_size` means it.
       activations: what is saved of the layers for backward; by default what the `activation_checkpointing` block
         says, if any of its keys is on.
+      offload: as for `Engine`; by default what `offload_optimizer` says.
 
     Raises:
       ConfigError: the configuration breaks a rule, asks for what the engine cannot do yet, or has no optimizer
@@ -97,6 +100,7 @@ def initialize(
         param_specs=param_specs,
         layer_dims=layer_dims,
         activations=activations or _activations(settings, mesh),
+        offload=offload or settings.offload,
         compiler_options=_options(settings, mesh),
     )
     engine.config = dict(loaded.source)

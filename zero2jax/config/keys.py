@@ -39,6 +39,7 @@ _POINT_OF_USE = "parameters are gathered where they are used, modules are unknow
 _DIVISION = "without reduce-scatter the mean is the same, only the order of the division differs"
 _TORCH = "chooses between torch implementations of the same update"
 _WITH_OFFLOAD = "with the offload device"
+_WITH_NVME = "with the offload device nvme"
 _WITH_MONITOR = "with this monitor"
 _CHECKPOINT = "the step writes no checkpoint"
 _OTHER = "changes the training itself and has no counterpart"
@@ -80,6 +81,14 @@ _IMPLEMENTED = {
             "zero_hpz_partition_size": "size of the data axis; the state is stored sharded over all groups",
         },
         "zero_optimization.",
+    ),
+    **_table(
+        Treatment.IMPLEMENTED,
+        {
+            "device": "cpu: masters and optimizer state in host memory, updated there; nvme: not yet",
+            "ratio": "part of their bytes that the host has; the devices keep and update the other leaves",
+        },
+        "zero_optimization.offload_optimizer.",
     ),
     **_table(
         Treatment.IMPLEMENTED,
@@ -180,6 +189,15 @@ _NO_EFFECT = {
     **_table(
         Treatment.NO_EFFECT,
         {
+            "pin_memory": "the device's client moves arrays through pinned memory of its own",
+            "fast_init": "masters are made on the host, without a pass over the device",
+            "cpuadam_cores_perc": "XLA's CPU backend uses all cores that the process has",
+        },
+        "zero_optimization.offload_optimizer.",
+    ),
+    **_table(
+        Treatment.NO_EFFECT,
+        {
             "optimizer.legacy_fusion": _TORCH,
             "optimizer.params.torch_adam": _TORCH,
             "optimizer.params.fp32_optimizer_states": "optimizer state is fp32",
@@ -226,16 +244,11 @@ _NOT_YET = {
     **_table(
         Treatment.NOT_YET,
         {
-            "device": "optimizer state outside device memory",
-            "nvme_path": _WITH_OFFLOAD,
-            "buffer_count": _WITH_OFFLOAD,
-            "pin_memory": _WITH_OFFLOAD,
-            "pipeline_read": _WITH_OFFLOAD,
-            "pipeline_write": _WITH_OFFLOAD,
-            "fast_init": _WITH_OFFLOAD,
-            "ratio": _WITH_OFFLOAD,
-            "super_offload": _WITH_OFFLOAD,
-            "cpuadam_cores_perc": _WITH_OFFLOAD,
+            "nvme_path": _WITH_NVME,
+            "buffer_count": _WITH_NVME,
+            "pipeline_read": _WITH_NVME,
+            "pipeline_write": _WITH_NVME,
+            "super_offload": "a speculative update, before the gradients are judged",
         },
         "zero_optimization.offload_optimizer.",
     ),

@@ -18,7 +18,6 @@ _SWITCHED = (
     "tensorboard",
     "csv_monitor",
     "wandb",
-    "zero_optimization.offload_optimizer",
     "zero_optimization.offload_param",
 )
 """Blocks whose other keys only accompany their switch."""
@@ -215,10 +214,21 @@ def _not_yet(config: Config) -> Iterator[tuple[str, str]]:
         asked = value != default
         if block in ("bf16", "fp16"):
             asked = getattr(config, block).enabled and asked
+        elif block == "zero_optimization.offload_optimizer":
+            asked = asked and offload_device(config) != "none" and name == "super_offload"
         elif block == "zero_optimization.offload_param":
             asked = value != default and config.zero_optimization.stage == 3
         if asked:
             yield path, f"{path} = {shown(value)}: {KEYS[path].becomes}"
+    if offload_device(config) == "nvme":
+        path = "zero_optimization.offload_optimizer.device"
+        yield path, f"{path} = 'nvme': optimizer state on local disks"
+
+
+def offload_device(config: Config) -> str:
+    """Where `offload_optimizer` puts the optimizer state: "none", "cpu" or "nvme"."""
+    block = config.zero_optimization.offload_optimizer
+    return "none" if block is None else block.device
 
 
 def open_rates(config: Config) -> list[str]:
@@ -261,7 +271,7 @@ def device_problems(config: Config, num_devices: int) -> list[str]:
 def device_notes(config: Config, num_shards: int) -> list[str]:
     """What to say about this configuration on `num_shards` devices of the data axis."""
     stage = config.zero_optimization.stage
-    if num_shards > 1 or stage not in (1, 2):
+    if num_shards > 1 or stage not in (1, 2) or offload_device(config) != "none":
         return []
     return [
         f"zero_optimization.stage = {stage} on one device saves nothing: there is no other device to shard over. "

@@ -15,6 +15,7 @@ from zero2jax.base.pytrees import LeafPredicate
 from zero2jax.config.compiler_options import Option, compiler_options
 from zero2jax.config.schema import FP16, ActivationCheckpointing, Config
 from zero2jax.config.values import ConfigError
+from zero2jax.offload.settings import OffloadSettings
 from zero2jax.zero.loss_scale import LossScale
 from zero2jax.zero.precision import Precision
 from zero2jax.zero.settings import StepSettings
@@ -29,12 +30,14 @@ class EngineSettings:
     Attributes:
       config: the configuration.
       step: what is fixed about a step.
+      offload: whether masters and optimizer state are stored in host memory, and how; None for on the devices.
       activations: what is saved of the layers for backward; None if the configuration has nothing of it switched on,
         for then the model's own checkpoints stay as they are.
     """
 
     config: Config
     step: StepSettings
+    offload: OffloadSettings | None
     activations: ActivationSettings | None
 
     @property
@@ -99,7 +102,11 @@ def translate(
         seed=seed,
         axes=axes,
     )
-    return EngineSettings(config=config, step=step, activations=activations_of(config))
+    block = zero.offload_optimizer
+    offload = None
+    if block is not None and block.device != "none" and block.ratio > 0:
+        offload = OffloadSettings(ratio=block.ratio)
+    return EngineSettings(config=config, step=step, offload=offload, activations=activations_of(config))
 
 
 def _loss_scale(block: FP16) -> LossScale | None:

@@ -6,9 +6,10 @@ The files, in reading order:
   targets       what can be planned for: five cards, the devices here, simulated CPU devices
   planner       shapes -> engine -> lowered -> compiled step -> report
   report        what a plan says: memory by class, collectives, overlap
+  offload_plan  bytes in host memory and over the bus
   picture       the same as a PNG
   search        many settings of one program, the frontier and the cheapest that fits
   policy_table  the remat policies side by side
 
-Imports base, programs, zero, activations, processes, engine and config. `picture` is private to the room.
+Imports base, programs, zero, activations, offload, processes, engine and config. `picture` is private to the room.
 """

@@ -25,10 +25,11 @@ from zero2jax.base.tables import readable_bytes
 from zero2jax.config.initialize import initialize
 from zero2jax.config.reading import Source, read_config
 from zero2jax.engine import Engine
+from zero2jax.planning.offload_plan import offload_plan
 from zero2jax.planning.report import PlanReport, class_rows, shortened
 from zero2jax.planning.targets import DEVICES_PER_HOST, MEMORY_FRACTION, Target, get_target, target_mesh
 from zero2jax.programs.audit import Audit, audit
-from zero2jax.programs.formulas import MASTER, OPTIMIZER, OTHER, class_formulas
+from zero2jax.programs.formulas import MASTER, OPTIMIZER, OTHER, PARAMETERS, Formula, class_formulas
 from zero2jax.programs.hlo import Collective
 from zero2jax.programs.liveness import walk
 from zero2jax.programs.overlap import Rates, simulate
@@ -231,6 +232,10 @@ def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanRepor
     )
     # The CPU's compiler converts 16-bit operands to fp32 before it multiplies.
     on_cpu = engine.mesh.devices.flat[0].platform == "cpu"
+    offload = offload_plan(engine, of_gradients, target, settings.devices_per_host)
+    by_class = class_rows(lifetimes, _formulas(engine, of_gradients))
+    if offload is not None:
+        by_class = tuple(row.with_more(offload.moved_between_classes(row.name)) for row in by_class)
     report = PlanReport(
         target=target,
         axes=dict(settings.axes),
@@ -242,7 +247,8 @@ def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanRepor
         compute_dtype=jnp.dtype(engine.precision.compute_dtype).name,
         memory_fraction=settings.memory_fraction,
         usable_bytes=target.usable_bytes(settings.memory_fraction) or _local_limit(target, engine.mesh),
-        by_class=class_rows(lifetimes, class_formulas(layout, of_gradients, engine.mesh)),
+        by_class=by_class,
+        offload=offload,
         audit=read,
         lifetimes=lifetimes,
         timeline=simulate(read.module, rates, as_before_conversion=on_cpu),
@@ -255,7 +261,16 @@ def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanRepor
     return dataclasses.replace(report, notes=notes)
 
 
+def _formulas(engine: Engine, settings: GradientSettings) -> dict[str, Formula]:
+    """The formula of each class that has one on the devices."""
+    formulas = class_formulas(engine.layout, settings, engine.mesh)
+    on_host = () if engine.offload is None else (MASTER, OPTIMIZER)
+    return {name: formula for name, formula in formulas.items() if name not in on_host}
+
+
 def _argument_class(name: str) -> str:
+    if name.startswith("copies"):
+        return PARAMETERS
     if name.startswith("state.params"):
         return MASTER
     return OPTIMIZER if name.startswith("state.opt_state") else OTHER

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from zero2jax.base.tables import aligned, readable_bytes
+from zero2jax.planning.offload_plan import OffloadPlan
 from zero2jax.planning.picture import Bar, Picture
 from zero2jax.planning.targets import Target
 from zero2jax.programs.audit import Audit, CollectiveRow
@@ -35,6 +36,11 @@ class ClassRow:
     formula_bytes: int | None
     formula: str
 
+    def with_more(self, num_bytes: int) -> "ClassRow":
+        """The row with so many bytes more, at rest and at the peak."""
+        rest, peak = self.rest_bytes + num_bytes, self.peak_bytes + num_bytes
+        return dataclasses.replace(self, rest_bytes=rest, peak_bytes=peak)
+
 
 @dataclasses.dataclass(frozen=True)
 class PlanReport:
@@ -51,7 +57,8 @@ class PlanReport:
       compute_dtype: what parameters are cast to, `bfloat16` for instance.
       memory_fraction: part of the target's memory that the program may use.
       usable_bytes: memory that the program may use; None where the target's memory is not known.
-      by_class: memory by class, measured beside the formula.
+      by_class: memory by class, measured beside the formula; on the devices.
+      offload: what the host holds and exchanges with them; None if nothing is offloaded.
       audit: memory as the compiler allocates it, and the collectives.
       lifetimes: live bytes at each instruction of the schedule.
       timeline: the schedule at the target's rates.
@@ -71,6 +78,7 @@ class PlanReport:
     memory_fraction: float
     usable_bytes: int | None
     by_class: tuple[ClassRow, ...]
+    offload: OffloadPlan | None
     audit: Audit
     lifetimes: Lifetimes = dataclasses.field(repr=False)
     timeline: Timeline = dataclasses.field(repr=False)
@@ -81,12 +89,16 @@ class PlanReport:
     @property
     def rest_bytes(self) -> int:
         """What the step takes: state, and its batch."""
-        return self.audit.memory.argument_bytes
+        return self.audit.memory.argument_bytes + self._resident_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Peak of the step, as the compiler allocates it."""
-        return self.audit.memory.total_bytes
+        """Peak of the step, as the compiler allocates it, and what stays on the device beside it."""
+        return self.audit.memory.total_bytes + self._resident_bytes
+
+    @property
+    def _resident_bytes(self) -> int:
+        return 0 if self.offload is None else self.offload.resident_bytes
 
     @property
     def alias_bytes(self) -> int:
@@ -96,7 +108,8 @@ class PlanReport:
     @property
     def host_bytes(self) -> int:
         """What is stored in host memory, counted apart."""
-        return max(self.audit.memory.host_bytes, self.lifetimes.host_bytes)
+        own = max(self.audit.memory.host_bytes, self.lifetimes.host_bytes)
+        return own + (0 if self.offload is None else self.offload.host_bytes)
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -155,6 +168,7 @@ class PlanReport:
             "total_bytes": self.total_bytes,
             "rest_bytes": self.rest_bytes,
             "host_bytes": self.host_bytes,
+            "offload": None if self.offload is None else self.offload.as_dict(),
             "alias_bytes": self.alias_bytes,
             "memory_bytes": self.target.memory_bytes,
             "memory_fraction": self.memory_fraction,
@@ -231,7 +245,7 @@ class PlanReport:
         rows.append(("packing by the compiler", "-", readable_bytes(packing), "-", "total less live bytes"))
         total = (readable_bytes(self.rest_bytes), readable_bytes(self.total_bytes))
         rows.append(("total", *total, "-", "the compiler's allocation"))
-        return aligned(rows, right=(1, 2, 3))
+        return [*aligned(rows, right=(1, 2, 3)), *(self.offload.lines() if self.offload else ())]
 
     def _largest_lines(self) -> list[str]:
         rows = [("largest at peak", "tensor", "class", "computed by", "in")]

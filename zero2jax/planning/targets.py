@@ -86,6 +86,11 @@ class Target:
         """Memory that the program may use; what is left over is for what lies outside of XLA's pool."""
         return None if self.memory_bytes is None else int(self.memory_bytes * memory_fraction)
 
+    @property
+    def host_bytes_per_s(self) -> float | None:
+        """The rate at which a device and its host exchange bytes, in one direction; None where it is not known."""
+        return None if self.gpu is None else EFFICIENCY * self.gpu.pcie_bandwidth
+
     def with_rates(self, in_node: float | None, across: float | None) -> "Target":
         """This target with other links, in bytes per second and device; None keeps its own.
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -74,13 +74,13 @@ def expect_same_start(settings: Mapping[str, Any], mesh: Mesh, values: PyTree) -
     expect_all_same({**settings, "mesh": dict(mesh.shape), "values of the parameters": digest(values)})
 
 
-def expect_same_step(lowered: jax.stages.Lowered) -> None:
-    """Refuse to go on unless all processes have made the same program of loss function and optimizer.
+def expect_same_step(programs: Sequence[jax.stages.Lowered]) -> None:
+    """Refuse to go on unless all processes have made the same programs of loss function and optimizer.
 
     Raises:
       ValueError: they differ; names the processes.
     """
-    text = _ADDRESS.sub("", lowered.as_text())
+    text = _ADDRESS.sub("", "".join(lowered.as_text() for lowered in programs))
     name = "the step's program (loss function, optimizer, learning rate)"
     expect_all_same({name: "sha256 " + hashlib.sha256(text.encode()).hexdigest()[:16]})
 

@@ -22,6 +22,9 @@ from zero2jax.zero.gradient_settings import GradientSettings
 from zero2jax.zero.state import Layout, TrainState
 
 IN_STEP = f"{PARAMETERS} in the step"
+# Of an engine that offloads: what its devices hold instead, and what its host does.
+BETWEEN_STEPS = f"{PARAMETERS} between steps"
+ON_HOST = ", on the host"
 # No class of its own: what the compiler allocates for gradients, parameters and activations together.
 TEMPORARY = "temporary"
 
@@ -52,7 +55,8 @@ class MemoryReport:
     Attributes:
       stage: ZeRO stage.
       num_shards: N, the devices that the state is sharded over from stage 1 on.
-      rows: `master`, `optimizer state`, `gradients`, `parameters in the step`, `temporary`.
+      rows: `master`, `optimizer state`, `gradients`, `parameters in the step`, `temporary`; of an engine that offloads
+        also `parameters between steps`, `master, on the host`, `optimizer state, on the host`.
     """
 
     stage: int
@@ -65,7 +69,14 @@ class MemoryReport:
     @property
     def total_bytes(self) -> int:
         """Peak of the step: what is stored, and the compiler's temporary allocation, which holds the other classes."""
-        return sum(self[name].measured_bytes or 0 for name in (MASTER, OPTIMIZER, TEMPORARY))
+        return sum(self[name].measured_bytes or 0 for name in self.held)
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The classes that `total_bytes` adds up."""
+        if any(row.name == BETWEEN_STEPS for row in self.rows):  # gradients leave the program
+            return MASTER, OPTIMIZER, BETWEEN_STEPS, GRADIENTS, TEMPORARY
+        return MASTER, OPTIMIZER, TEMPORARY
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -83,7 +94,7 @@ class MemoryReport:
         for row in self.rows:
             sizes = (number(row.measured_bytes), number(row.formula_bytes))
             rows.append((row.name, *sizes, row.formula, row.source))
-        held = f"{MASTER} + {OPTIMIZER} + {TEMPORARY}"
+        held = " + ".join(self.held)
         rows.append(("total", number(self.total_bytes), "-", held, ""))
         return "\n".join(aligned(rows, right=(1, 2)))
 
@@ -118,8 +129,7 @@ def measure_memory(
     formulas = class_formulas(layout, settings, mesh)
     moved = collectives(step.as_text() or "")
     rows = (
-        _row(MASTER, live_bytes(state.params), "live buffers", formulas[MASTER]),
-        _row(OPTIMIZER, live_bytes(state.opt_state), "live buffers", formulas[OPTIMIZER]),
+        *_stored_rows(state, layout, settings, mesh),
         _gradients_row(moved, gradients, settings, mesh, formulas[GRADIENTS]),
         _parameters_row(moved, settings, mesh, formulas[PARAMETERS]),
         MemoryRow(
@@ -131,6 +141,41 @@ def measure_memory(
         ),
     )
     return MemoryReport(settings.step.stage, settings.plan.num_shards, rows)
+
+
+def _stored_rows(
+    state: TrainState, layout: Layout, settings: GradientSettings, mesh: Mesh
+) -> list[MemoryRow]:
+    """What is stored between steps."""
+    formulas = class_formulas(layout, settings, mesh)
+    if layout.host is None:
+        return [
+            _row(MASTER, live_bytes(state.params), "live buffers", formulas[MASTER]),
+            _row(OPTIMIZER, live_bytes(state.opt_state), "live buffers", formulas[OPTIMIZER]),
+        ]
+    at = lambda leaves, which, inside: [x for i, x in enumerate(leaves) if (i in which) == inside]
+    frozen = [x for x, t in zip(jax.tree.leaves(state.params), layout.trainable, strict=True) if not t]
+    trained, opt_state = jax.tree.leaves(layout.trained(state.params)), jax.tree.leaves(state.opt_state)
+    here = [*frozen, *at(trained, layout.resident_params, True)]
+    opt_here = at(opt_state, layout.resident_state, True)
+    copies = sum(
+        layout.params.leaves[i].rest_bytes
+        // layout.params.leaves[i].num_model_shards(mesh)
+        * int(settings.compute_dtype(i).itemsize)
+        // int(layout.params.leaves[i].dtype.itemsize)
+        for k, i in enumerate(settings.trained)
+        if k not in layout.resident_params
+    )
+    rows = (
+        (MASTER, live_bytes(here), "frozen leaves, and what stays here"),
+        (OPTIMIZER, live_bytes(opt_here), "what stays here"),
+        (BETWEEN_STEPS, copies, "masters of the host, in the compute dtype"),
+        (MASTER + ON_HOST, live_bytes(at(trained, layout.resident_params, False)), "the others"),
+        (OPTIMIZER + ON_HOST, live_bytes(at(opt_state, layout.resident_state, False)), "the others"),
+    )
+    return [
+        _row(name, num_bytes, "live buffers", Formula(num_bytes, words)) for name, num_bytes, words in rows
+    ]
 
 
 def _row(name: str, measured_bytes: int | None, source: str, formula: Formula) -> MemoryRow:

@@ -16,7 +16,9 @@ import jax
 from zero2jax.base import losses
 from zero2jax.base.losses import LossFn
 from zero2jax.base.mesh import replicated
+from zero2jax.base.pytrees import PyTree
 from zero2jax.zero.shard_plan import ShardPlan
+from zero2jax.zero.state import TrainState
 from zero2jax.zero.step import StepProgram
 
 CompilerOptions = Mapping[str, Any] | Callable[[ShardPlan], Mapping[str, Any]] | None
@@ -67,6 +69,21 @@ class Compiled:
     def _jit_step(self, **options: Any) -> Any:
         shardings = jax.tree.map(lambda x: x.sharding, self.layout.abstract_state(self._program.mesh))
         return jax.jit(self._program.step, out_shardings=(shardings, self._replicated), **options)
+
+    def programs(self, state: TrainState, batch: PyTree, *more: PyTree) -> list[jax.stages.Lowered]:
+        """What a step of these arguments runs, lowered."""
+        return [self.step.lower(state, batch, *more)]
+
+    def on_devices(self, state: TrainState) -> TrainState:
+        """What the loss takes of a state: all of it is there."""
+        return state
+
+    def forget_copies(self) -> None:
+        """Let go of device memory that is not part of a state: there is none."""
+
+    def abstract_on_devices(self) -> TrainState:
+        """Shapes, dtypes and shardings of that."""
+        return self.layout.abstract_state(self._program.mesh)
 
     @functools.cached_property
     def params(self) -> Any:

@@ -27,10 +27,16 @@ def prepared(
       The gradient, a sum over devices if so wanted, clipped; whether all of it is finite, a bool scalar, None if no
       step is skipped; `loss`, `grad_norm`, `applied`, `weight`, and, where they exist, `grad_norm_clipped` and `aux`.
     """
+    applied, metrics = judged(grads, totals, settings)
+    return for_optimizer(grads, metrics["grad_norm"], settings), applied, metrics
+
+
+def judged(
+    grads: PyTree, totals: WeightedSum, settings: GradientSettings
+) -> tuple[jax.Array | None, Metrics]:
+    """The verdict on a mean gradient and the metrics so far; see `prepared`."""
     step, means = settings.step, totals.mean()
-    if step.reduction == "sum":
-        grads = jax.tree.map(lambda g: g * settings.num_batch_shards, grads)
-    grad_norm = optax.tree.norm(grads)
+    grad_norm = optax.tree.norm(_summed(grads, settings))
     skipping = step.skip_nonfinite or step.loss_scale is not None
     applied = jnp.isfinite(grad_norm) if skipping else None
     metrics = {
@@ -40,9 +46,30 @@ def prepared(
         "weight": totals.weight,
     }
     if step.clip_norm is not None:
-        clip = optax.clip_by_global_norm(step.clip_norm)
-        grads, _ = clip.update(grads, optax.EmptyState())
         metrics["grad_norm_clipped"] = jnp.minimum(grad_norm, step.clip_norm)
     if jax.tree.leaves(means.aux):
         metrics["aux"] = means.aux
-    return grads, applied, metrics
+    return applied, metrics
+
+
+def for_optimizer(grads: PyTree, grad_norm: jax.Array, settings: GradientSettings) -> PyTree:
+    """A mean gradient as the optimizer gets it, its norm being known; clipped by the arithmetic of optax."""
+    grads, limit = _summed(grads, settings), settings.step.clip_norm
+    if limit is None:
+        return grads
+    keep = jnp.squeeze(grad_norm < limit)
+    clip = lambda g: jax.lax.select(keep, g, (g / grad_norm.astype(g.dtype)) * limit)
+    return jax.tree.map(clip, grads)
+
+
+def chosen(applied: jax.Array | None, new: PyTree, old: PyTree) -> PyTree:
+    """`new`, or `old` where a step is not `applied`; None means that every step is."""
+    if applied is None:
+        return new
+    return jax.tree.map(lambda new, old: jnp.where(applied, new, old), new, old)
+
+
+def _summed(grads: PyTree, settings: GradientSettings) -> PyTree:
+    if settings.step.reduction != "sum":
+        return grads
+    return jax.tree.map(lambda g: g * settings.num_batch_shards, grads)

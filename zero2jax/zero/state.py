@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from zero2jax.base.checks import is_whole, misfit, type_name
-from zero2jax.base.mesh import DataAxes, axis_size, replicated
+from zero2jax.base.mesh import DataAxes, axis_size, moved, replicated
 from zero2jax.base.pytrees import (
     LeafPredicate,
     PyTree,
@@ -33,6 +33,8 @@ from zero2jax.zero.collectives import pad_to
 from zero2jax.zero.loss_scale import LossScale, LossScaleState
 from zero2jax.zero.precision import master_dtype
 from zero2jax.zero.shard_plan import LeafPlan, ShardPlan, check_model_axes, make_shard_plan, plan_like
+
+HOST_MEMORY = "pinned_host"  # the memory kind of a state that waits on the host
 
 
 class TrainState(NamedTuple):
@@ -63,12 +65,38 @@ class Layout:
       opt_state: shard plan of the optimizer state.
       trainable: per parameter leaf, whether it is trained.
       loss_scale: how the loss is scaled, if it is.
+      host: the mesh of CPU devices in whose memory trainable parameters and optimizer state are stored, one in the
+        place of each device of the mesh; None where they are stored on the mesh itself.
+      resident_params: of the trainable parameters, by index, those that are stored on the mesh all the same.
+      resident_state: of the leaves of the optimizer state, by index, those.
     """
 
     params: ShardPlan
     opt_state: ShardPlan
     trainable: tuple[bool, ...]
     loss_scale: LossScale | None = None
+    host: Mesh | None = None
+    resident_params: frozenset[int] = frozenset()
+    resident_state: frozenset[int] = frozenset()
+
+    def homes(self, mesh: Mesh) -> tuple[list[NamedSharding], list[NamedSharding]]:
+        """Where each trainable parameter, and each leaf of the optimizer state, is stored."""
+
+        def shardings(plan: ShardPlan, resident: frozenset[int]) -> list[NamedSharding]:
+            home = lambda i: mesh if i in resident else self.host or mesh
+            return [plan.sharding(leaf, home(i)) for i, leaf in enumerate(plan.leaves)]
+
+        of_params = shardings(self.trained_params, self.resident_params)
+        return of_params, shardings(self.opt_state, self.resident_state)
+
+    @property
+    def trained_params(self) -> ShardPlan:
+        """The plan of the trainable parameters, in the structure of `trained`."""
+        return dataclasses.replace(
+            self.params,
+            leaves=tuple(leaf for leaf, t in zip(self.params.leaves, self.trainable, strict=True) if t),
+            treedef=jax.tree.structure(self.trained(self.params.tree)),
+        )
 
     def trained(self, params: PyTree) -> PyTree:
         """The parameters as the optimizer sees them: frozen leaves become `optax.MaskedNode()`."""
@@ -77,12 +105,19 @@ class Layout:
     def abstract_state(self, mesh: Mesh) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
         everywhere = replicated(mesh)
+        at = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        all_params, all_state = self.params.rest_shapes(mesh), self.opt_state.rest_shapes(mesh)
+        of_params, of_state = self.homes(mesh)
+        trained = [
+            at(x, s) for x, s in zip(jax.tree.leaves(self.trained(all_params)), of_params, strict=True)
+        ]
+        opt_state = [at(x, s) for x, s in zip(jax.tree.leaves(all_state), of_state, strict=True)]
         place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
         step, rng, loss_scale = jax.tree.map(place, jax.eval_shape(lambda: self.first_scalars(0)))
         return TrainState(
             step=step,
-            params=self.params.rest_shapes(mesh),
-            opt_state=self.opt_state.rest_shapes(mesh),
+            params=merge(trained, all_params, self.trainable),
+            opt_state=self.opt_state.treedef.unflatten(opt_state),
             rng=rng,
             loss_scale=loss_scale,
         )
@@ -105,6 +140,7 @@ def make_layout(
     trainable: PyTree | LeafPredicate | None,
     param_specs: PyTree | None,
     loss_scale: LossScale | None = None,
+    host: Mesh | None = None,
 ) -> Layout:
     """Plan parameters and optimizer state.
 
@@ -118,6 +154,7 @@ def make_layout(
       trainable: tree of booleans or predicate; None means every leaf.
       param_specs: PartitionSpecs of the other axes.
       loss_scale: how the loss is scaled.
+      host: where trainable parameters and optimizer state are stored; see `Layout`.
 
     Raises:
       ValueError: no leaf is trainable, or one that is not floating; a tree has another structure; a spec does not fit
@@ -156,7 +193,7 @@ def make_layout(
     opt_shapes = jax.eval_shape(tx.init, select(stored, flags))
     refuse_multi_steps(opt_shapes)
     opt_plan = plan_like(opt_shapes, plan)
-    return Layout(params=plan, opt_state=opt_plan, trainable=flags, loss_scale=loss_scale)
+    return Layout(params=plan, opt_state=opt_plan, trainable=flags, loss_scale=loss_scale, host=host)
 
 
 def select(params: PyTree, trainable: tuple[bool, ...]) -> PyTree:
@@ -216,7 +253,7 @@ def place_state(state: TrainState, layout: Layout, mesh: Mesh) -> TrainState:
         "This state was given to engine.step, which donates it: use the one that it returned, state, metrics = "
         "engine.step(state, batch). To keep one beside, copy it before the step: jax.tree.map(jnp.copy, state).",
     )
-    _check_devices(state.params, mesh)
+    _check_devices(state, layout, mesh)
     if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(state)):
         state = jax.tree.map(_as_kept, state, layout.abstract_state(mesh))
     _check_leaves(state, layout)
@@ -240,18 +277,24 @@ def _check_structure(state: TrainState, layout: Layout) -> None:
         )
 
 
-def _check_devices(params: PyTree, mesh: Mesh) -> None:
-    arrays = (x for x in jax.tree.leaves(params) if isinstance(x, jax.Array))
-    first = next(arrays, None)  # a state lies in one place
-    if first is None or isinstance(first, jax.core.Tracer):
-        return
-    there, here = first.sharding.device_set, replicated(mesh).device_set
-    if there != here:
-        raise ValueError(
-            f"reading the state: it lies on {len(there)} devices and the mesh of this engine has "
-            f"{'other ones' if len(there) == len(here) else len(here)}. A state goes from mesh to mesh by a "
-            f"checkpoint: save it with its own engine's zero2jax.Checkpointer, and restore it with this one's."
-        )
+def _check_devices(state: TrainState, layout: Layout, mesh: Mesh) -> None:
+    for part in (state.params, state.opt_state):
+        arrays = (x for x in jax.tree.leaves(part) if isinstance(x, jax.Array))
+        first = next(arrays, None)  # a part lies in one place
+        if first is None or isinstance(first, jax.core.Tracer):
+            continue
+        if first.sharding.memory_kind == HOST_MEMORY:
+            raise ValueError(
+                "reading the state: it waits in host memory, where engine.offload_state put it. Bring it back first: "
+                "state = engine.reload_state(state)."
+            )
+        there, here = first.sharding.device_set, replicated(mesh).device_set
+        if there != here and (layout.host is None or there != replicated(layout.host).device_set):
+            raise ValueError(
+                f"reading the state: it lies on {len(there)} devices and the mesh of this engine has "
+                f"{'other ones' if len(there) == len(here) else len(here)}. A state goes from mesh to mesh by a "
+                f"checkpoint: save it with its own engine's zero2jax.Checkpointer, and restore it with this one's."
+            )
 
 
 def _check_leaves(state: TrainState, layout: Layout) -> None:
@@ -275,20 +318,22 @@ def _as_kept(x: Any, like: jax.ShapeDtypeStruct) -> Any:
     return jax.device_put(np.array(x, like.dtype), like.sharding) if fits else x
 
 
-def place_params(params: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
+def place_params(params: PyTree, layout: Layout, mesh: Mesh) -> PyTree:
     """Full parameters -> padded shards, a leaf at a time and from host memory slice by slice."""
+    plan = layout.params
 
-    def place(leaf: LeafPlan, x: Any) -> jax.Array:
-        sharding = plan.sharding(leaf, mesh)
+    def place(leaf: LeafPlan, x: Any, rest: Any) -> jax.Array:
+        sharding = rest.sharding
         if isinstance(x, jax.Array) and not (x.is_fully_addressable and _is_numeric(x)):
-            single = jax.jit(lambda x: pad_to(x.astype(leaf.dtype), leaf.rest_shape), out_shardings=sharding)
-            return single(x)
+            there = plan.sharding(leaf, mesh)
+            single = jax.jit(lambda x: pad_to(x.astype(leaf.dtype), leaf.rest_shape), out_shardings=there)
+            return moved([single(x)], [sharding])[0]
         host = np.asarray(x)
         return jax.make_array_from_callback(
             leaf.rest_shape, sharding, lambda index: _slice(leaf, host, index or ())
         )
 
-    return plan.map(place, params)
+    return plan.map(place, params, layout.abstract_state(mesh).params)
 
 
 def _is_numeric(x: jax.Array) -> bool:
@@ -340,24 +385,33 @@ def made_shapes(init_fn: Callable[..., PyTree], args: tuple[Any, ...]) -> PyTree
         raise
 
 
-def make_params(make: Callable[[], PyTree], plan: ShardPlan, mesh: Mesh) -> PyTree:
-    """Run a function that makes full parameters so that each device makes its own shards."""
+def make_params(make: Callable[[], PyTree], layout: Layout, mesh: Mesh) -> PyTree:
+    """Run a function that makes full parameters so that each device, of a host if there is one, makes its shards."""
+    plan, home = layout.params, layout.host or mesh
 
     def build() -> PyTree:
         cast = lambda leaf, x: jnp.asarray(x).astype(leaf.dtype) if leaf.dtype != jnp.result_type(x) else x
-        return pad(plan.map(cast, make()), plan, mesh)
+        return pad(plan.map(cast, make()), plan, home)
 
-    return jax.jit(build, out_shardings=plan.shardings(mesh))()
+    made = jax.jit(build, out_shardings=plan.shardings(home))()
+    shardings = [x.sharding for x in jax.tree.leaves(layout.abstract_state(mesh).params)]
+    return plan.treedef.unflatten(moved(jax.tree.leaves(made), shardings))
 
 
 def make_opt_state(tx: optax.GradientTransformation, params: PyTree, layout: Layout, mesh: Mesh) -> PyTree:
     """The optimizer's initial state in its shards, from parameters in theirs."""
+    home = layout.host or mesh
 
-    def build(params: PyTree) -> PyTree:
-        opt_state = tx.init(layout.trained(unpad(params, layout.params, mesh)))
-        return pad(opt_state, layout.opt_state, mesh)
+    def build(trained: PyTree) -> PyTree:
+        opt_state = tx.init(unpad(trained, layout.trained_params, home))
+        return pad(opt_state, layout.opt_state, home)
 
-    return jax.jit(build, out_shardings=layout.opt_state.shardings(mesh))(params)
+    trained, treedef = jax.tree.flatten(layout.trained(params))
+    home_params = jax.tree.leaves(layout.trained_params.shardings(home))
+    made = jax.jit(build, out_shardings=layout.opt_state.shardings(home))(
+        jax.tree.unflatten(treedef, moved(trained, home_params))
+    )
+    return layout.opt_state.treedef.unflatten(moved(jax.tree.leaves(made), layout.homes(mesh)[1]))
 
 
 def unpad(tree: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:

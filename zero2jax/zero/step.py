@@ -24,7 +24,8 @@ from zero2jax.base.pytrees import PyTree
 from zero2jax.base.transformation import learning_rate, update
 from zero2jax.zero.gradient_settings import GradientSettings
 from zero2jax.zero.gradients import Gradient, full_params, local_gradients, local_loss
-from zero2jax.zero.prepare import prepared
+from zero2jax.zero.loss_scale import LossScaleState
+from zero2jax.zero.prepare import chosen, prepared
 from zero2jax.zero.state import Layout, TrainState, merge, pad, store_frozen, unpad
 
 Metrics = dict[str, Any]
@@ -56,12 +57,12 @@ class StepProgram:
         extra_args: Mapping[str, Any],
     ) -> tuple[TrainState, Metrics]:
         """The state after one optimizer update, and the metrics; see `Engine.step`."""
-        layout, mesh, scaler = self.layout, self.mesh, self.settings.step.loss_scale
+        layout, mesh = self.layout, self.mesh
         sums, totals = self.gradients(state, batch, loss_args)
         params = unpad(state.params, layout.params, mesh)
         old_opt_state = unpad(state.opt_state, layout.opt_state, mesh)
         trained = layout.trained(params)
-        mean_grads = self._mean_gradient(state, sums, totals, trained)
+        mean_grads = self.mean_gradient(sums, self.factor(state, totals), trained)
         grads, applied, metrics = prepared(mean_grads, totals, self.settings)
         value_fn = self._loss_of(state, params, batch, loss_args)
         offered = {
@@ -71,17 +72,10 @@ class StepProgram:
             "obj_fn": value_fn,
             "grad_fn": lambda trained, *_: jax.grad(value_fn)(trained),
         }
-        updates, opt_state = update(self.tx, grads, old_opt_state, trained, given=extra_args, offered=offered)
-        new_params = merge(optax.apply_updates(trained, updates), params, layout.trainable)
-        new_params = store_frozen(new_params, totals.frozen, layout)
-        if applied is not None:
-            choose = lambda new, old: jnp.where(applied, new, old)
-            new_params = jax.tree.map(choose, new_params, params)
-            opt_state = jax.tree.map(choose, opt_state, old_opt_state)
-        loss_scale = state.loss_scale
-        if scaler is not None and loss_scale is not None:
-            loss_scale, scale_metrics = scaler.after(loss_scale, metrics["applied"])
-            metrics |= scale_metrics
+        new_trained, opt_state = self.updated(grads, old_opt_state, trained, applied, extra_args, offered)
+        frozen = chosen(applied, store_frozen(params, totals.frozen, layout), params)
+        new_params = merge(new_trained, frozen, layout.trainable)
+        loss_scale, scale_metrics = self.next_scale(state, metrics["applied"])
         new_state = TrainState(
             step=state.step + 1,
             params=pad(new_params, layout.params, mesh),
@@ -90,7 +84,28 @@ class StepProgram:
             loss_scale=loss_scale,
         )
         # None where the state shows none
-        return new_state, metrics | {"learning_rate": learning_rate(opt_state)}
+        return new_state, metrics | scale_metrics | {"learning_rate": learning_rate(opt_state)}
+
+    def updated(
+        self,
+        grads: PyTree,
+        opt_state: PyTree,
+        trained: PyTree,
+        applied: jax.Array | None,
+        given: Mapping[str, Any],
+        offered: Mapping[str, Any],
+    ) -> tuple[PyTree, PyTree]:
+        """Trainable parameters and optimizer state after the update; as they were where it is not `applied`."""
+        updates, new_state = update(self.tx, grads, opt_state, trained, given=given, offered=offered)
+        new = optax.apply_updates(trained, updates), new_state
+        return chosen(applied, new, (trained, opt_state))  # type: ignore[no-any-return]
+
+    def next_scale(self, state: TrainState, applied: jax.Array) -> tuple[LossScaleState | None, Metrics]:
+        """The loss scale after a step, and its metrics, where there is one."""
+        scaler = self.settings.step.loss_scale
+        if scaler is None or state.loss_scale is None:
+            return None, {}
+        return scaler.after(state.loss_scale, applied)
 
     def gradients(self, state: TrainState, batch: PyTree, loss_args: Mapping[str, PyTree]) -> Gradient:
         """As `local_gradients`: a padded, sharded gradient per trainable leaf, and the sums of the loss terms."""
@@ -112,7 +127,7 @@ class StepProgram:
             other = merge(trained, params, self.layout.trainable)
             at = state._replace(params=pad(other, self.layout.params, self.mesh))
             sums, totals = self.gradients(at, batch, loss_args)
-            return totals.mean().loss, self._mean_gradient(at, sums, totals, trained)
+            return totals.mean().loss, self.mean_gradient(sums, self.factor(at, totals), trained)
 
         @jax.custom_vjp
         def value_fn(trained: PyTree) -> jax.Array:
@@ -161,13 +176,15 @@ class StepProgram:
         scaler = self.settings.step.loss_scale
         return None if scaler is None or state.loss_scale is None else scaler.current(state.loss_scale)
 
-    def _mean_gradient(
-        self, state: TrainState, grads: list[jax.Array], totals: WeightedSum, like: PyTree
-    ) -> PyTree:
-        """What `gradients` makes -> the mean gradient at master dtypes and true shapes, as the optimizer sees it."""
-        plan, scale = self.layout.params, self._scale(state)
-        trained = [leaf for leaf, t in self._leaves() if t]
-        sub_plan = dataclasses.replace(plan, leaves=tuple(trained), treedef=jax.tree.structure(like))
-        grads = unpad(sub_plan.treedef.unflatten(grads), sub_plan, self.mesh)
-        factor = totals.inverse_weight if scale is None else 1 / scale
+    def factor(self, state: TrainState, totals: WeightedSum) -> jax.Array:
+        """What `gradients` makes is multiplied by it to be the mean gradient, a scalar."""
+        scale = self._scale(state)
+        return totals.inverse_weight if scale is None else 1 / scale
+
+    def mean_gradient(self, grads: list[jax.Array], factor: jax.Array, like: PyTree) -> PyTree:
+        """Gradient shards times `factor`, at master dtypes and true shapes, as the optimizer sees the gradient."""
+        plan = self.layout.trained_params
+        grads = unpad(plan.treedef.unflatten(grads), plan, self.mesh)
+        # A constant would be multiplied with the optimizer's own: other bits than where the host is handed the factor.
+        factor = jax.lax.optimization_barrier(factor)
         return jax.tree.map(lambda g, p: g.astype(p.dtype) * factor.astype(p.dtype), grads, like)

@@ -1,0 +1,240 @@
+"""Masters and optimizer state on other devices than those that compute: these stand for the host's memory."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    assert_trees_close,
+    assert_trees_equal,
+    make_batch,
+    make_batches,
+    make_engine,
+    make_params,
+    train,
+)
+from spawn import PROGRAMS, TIMEOUT_S, environment
+
+import zero2jax
+from zero2jax.offload import host_memory
+from zero2jax.offload.host_mesh import host_mesh
+
+NUM = 2
+SETTINGS = {
+    "stage": 2,
+    "clip_norm": 0.5,
+    "skip_nonfinite": True,
+    "trainable": lambda path, leaf: path != "norm",
+    "precision": zero2jax.Precision(),
+}
+
+
+def host():
+    return zero2jax.OffloadSettings(host_devices=tuple(jax.devices()[4 : 4 + NUM]))
+
+
+def rated():
+    return optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-2, 5e-3, 4))
+
+
+def test_offload_changes_no_bit_without_fused_multiply_adds():
+    done = subprocess.run(
+        [sys.executable, str(PROGRAMS / "offload_bits.py")],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=environment(
+            XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX",
+            JAX_NUM_CPU_DEVICES="8",
+            JAX_DISABLE_MOST_OPTIMIZATIONS=os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"],
+        ),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    differ = json.loads(done.stdout.splitlines()[-1])
+    assert len(differ) == 6
+    assert {case: names for case, names in differ.items() if names} == {}
+
+
+@pytest.fixture(scope="module")
+def engines():
+    """An engine that offloads and one that does not, otherwise alike."""
+    return tuple(make_engine(NUM, tx=rated(), offload=offload, **SETTINGS) for offload in (host(), None))
+
+
+def bytes_of(devices):
+    """Bytes of the buffers on some devices, each counted once."""
+    gc.collect()  # of tests before
+    shards = [s for x in jax.live_arrays() if not x.is_deleted() for s in x.addressable_shards]
+    return sum(
+        {
+            (s.device, s.data.unsafe_buffer_pointer()): s.data.nbytes for s in shards if s.device in devices
+        }.values()
+    )
+
+
+def devices_of(tree):
+    return {device for x in jax.tree.leaves(tree) for device in x.sharding.device_set}
+
+
+def test_between_steps_the_devices_hold_16_bit_parameters_and_scalars(engines):
+    engine, _ = engines
+    on, there = set(engine.mesh.devices.flat), set(host().host_devices)
+    before = bytes_of(on)
+    state, metrics = train(engine, engine.init(make_params()), make_batches(2))
+    frozen = state.params["norm"]
+    masters = [x for name, x in state.params.items() if name != "norm"]
+    assert devices_of((masters, state.opt_state)) == there
+    assert devices_of((frozen, state.step, state.rng, metrics)) == on
+    shapes = jax.tree.leaves(masters)
+    copies = sum(x.size * 2 for x in shapes if x.ndim) + NUM * 2  # the scalar is replicated
+    known = jax.tree.leaves((metrics, frozen, state.step, state.rng))
+    scalars = sum(s.data.nbytes for x in known for s in x.addressable_shards)
+    assert bytes_of(on) - before == copies + scalars
+    assert (
+        sum(x.nbytes for x in shapes) + sum(x.nbytes for x in jax.tree.leaves(state.opt_state)) > 5 * copies
+    )
+
+
+def test_the_same_numbers_as_without(engines):
+    found = []
+    for engine in engines:
+        state, metrics = train(engine, engine.init(make_params()), make_batches(3))
+        loss = engine.evaluate(state, make_batch(seed=9))
+        found.append(jax.tree.map(np.asarray, (state, metrics, engine.params(state), loss)))
+    # An ulp of a moment, and what it makes of an update; the test above is exact.
+    assert_trees_close(found[0], found[1], rtol=1e-6, atol=1e-8)
+    assert np.isfinite(found[0][1][0]["learning_rate"])
+
+
+def test_a_third_step_compiles_nothing_and_the_state_is_donated(engines, caplog):
+    engine, _ = engines
+    first = engine.init(make_params())
+    state, _ = train(engine, first, make_batches(2))
+    assert all(x.is_deleted() for x in jax.tree.leaves((first.opt_state, first.step)))
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        train(engine, state, make_batches(1))
+    assert not [r for r in caplog.records if "Compiling" in r.getMessage()]
+
+
+def test_a_step_that_is_not_finite_leaves_the_state_as_it_is(engines):
+    engine, _ = engines
+    state, _ = train(engine, engine.init(make_params()), make_batches(1))
+    before = jax.tree.map(np.asarray, state)
+    bad = engine._placed(make_batch(), None)[0]
+    state = state._replace(params=state.params | {"norm": state.params["norm"] * jnp.nan})
+    state, metrics = engine.step(state, bad)
+    assert not metrics["applied"]
+    assert_trees_equal(jax.tree.map(np.asarray, state.opt_state), before.opt_state)
+    assert_trees_equal(
+        *({k: np.asarray(x) for k, x in p.items() if k == "embed"} for p in (state.params, before.params))
+    )
+
+
+def test_parameters_that_were_replaced_are_those_that_count(engines):
+    engine, plain = engines
+    state = engine.init(make_params())
+    state, _ = train(engine, state, make_batches(1))
+    other = engine.init(make_params(seed=5))
+    swapped = state._replace(params=other.params)
+    loss = engine.evaluate(swapped, make_batch())
+    np.testing.assert_array_equal(loss, plain.evaluate(plain.init(make_params(seed=5)), make_batch()))
+    _, metrics = engine.step(swapped, make_batch())
+    assert float(metrics["loss"]) == float(loss)
+
+
+def test_checkpoints_go_both_ways(engines, tmp_path):
+    engine, plain = engines
+    state, _ = train(plain, plain.init(make_params()), make_batches(1))
+    with zero2jax.Checkpointer(tmp_path, plain) as checkpointer:
+        checkpointer.save(1, state)
+    expected, _ = train(plain, state, make_batches(2))
+    reader = zero2jax.Checkpointer(tmp_path)
+    there = set(host().host_devices)
+    restored, _ = reader.restore(engine)
+    assert devices_of(restored.opt_state) == there
+    found, _ = train(engine, restored, make_batches(2))
+    as_numpy = lambda state: jax.tree.map(np.asarray, state)
+    assert_trees_close(as_numpy(found), as_numpy(expected), rtol=1e-6, atol=1e-8)
+    with zero2jax.Checkpointer(tmp_path / "back", engine) as checkpointer:
+        checkpointer.save(3, found)
+    back, _ = zero2jax.Checkpointer(tmp_path / "back").restore(plain)
+    assert devices_of(back) == set(plain.mesh.devices.flat)
+    assert_trees_equal(as_numpy(back), as_numpy(found))
+
+
+def test_a_state_on_the_devices_is_moved_to_the_host(engines):
+    engine, plain = engines
+    state, _ = engine.step(plain.init(make_params()), make_batch())
+    assert devices_of(state.opt_state) == set(host().host_devices)
+
+
+def test_made_by_a_function_parameters_are_made_on_the_host(engines):
+    engine, plain = engines
+    make = lambda key: {**make_params(), "embed": jax.random.normal(key, (7, 5))}
+    states = [e.init(make, jax.random.key(3)) for e in (engine, plain)]
+    assert devices_of(states[0].params["embed"]) == set(host().host_devices)
+    assert_trees_equal(*(jax.tree.map(np.asarray, state) for state in states))
+
+
+def test_the_report_of_memory_counts_the_host_apart(engines):
+    engine, plain = engines
+    report = engine.memory(engine.init(make_params()), make_batch())
+    on_device = plain.memory(plain.init(make_params()), make_batch())
+    assert report["master"].measured_bytes < on_device["master"].measured_bytes
+    assert (
+        report["optimizer state, on the host"].measured_bytes == on_device["optimizer state"].measured_bytes
+    )
+    assert "parameters between steps" in str(report)
+
+
+def test_inside_of_a_program_of_the_user_it_is_refused(engines):
+    engine, _ = engines
+    state = engine.init(make_params())
+    with pytest.raises(ValueError, match=r"running a step inside of a program of yours .* engine offloads"):
+        jax.jit(lambda batch: engine.step(state, batch))(make_batch())
+
+
+def test_an_optimizer_that_asks_for_the_loss_as_a_function_is_refused():
+    engine = make_engine(NUM, tx=optax.lbfgs(), offload=host())
+    with pytest.raises(ValueError, match="value_fn"):
+        engine.step(engine.init(make_params()), make_batch())
+
+
+def test_too_few_cpu_devices_are_an_error_that_says_how_many():
+    settings = zero2jax.OffloadSettings(host_devices=tuple(jax.devices()[:1]))
+    with pytest.raises(ValueError, match=r'has 2 devices in the mesh and 1 CPU .*"jax_num_cpu_devices", 2'):
+        make_engine(2, offload=settings)
+    mesh = zero2jax.make_mesh(data=4, model=2)
+    assert host_mesh(mesh, zero2jax.OffloadSettings()) is mesh
+
+
+def test_a_host_without_room_is_refused_before_anything_is_placed(engines, monkeypatch, tmp_path):
+    engine, _ = engines
+    engine.abstract_state(make_params())
+    layout, settings = engine.layout, engine._program(engine.layout).settings
+    # Of 133 trained parameters fp32 masters and two moments, bf16 gradients and copies; padding and scalars besides.
+    assert 133 * 16 <= host_memory.needed_bytes(layout, settings, engine.mesh) <= 133 * 16 * 1.3
+    with monkeypatch.context() as patch:
+        patch.setattr("zero2jax.offload.host_memory.available_bytes", lambda: 0)
+        with pytest.raises(
+            ValueError, match=r"of host here: .* 1 process\(es\) take 1.00 MiB, and 0 B are available"
+        ):
+            engine.init(make_params())
+    (tmp_path / "meminfo").write_text("MemTotal: 8 kB\nMemAvailable: 6 kB\n")
+    assert host_memory.available_bytes(tmp_path, tmp_path) == 6 << 10
+    (tmp_path / "memory.max").write_text("4000\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert host_memory.available_bytes(tmp_path, tmp_path) == 3000
+    assert host_memory.available_bytes(tmp_path / "none", tmp_path / "none") is None
+    rows, hosts = [(3, 8), (3, 8), (3, 8), (1, -1)], ["a", "a", "b", "c"]
+    host_memory.check_hosts(rows, hosts)
+    with pytest.raises(ValueError, match=r"memory of host a: .* 2 process\(es\) take 9.00 MiB, and 8.00 MiB"):
+        host_memory.check_hosts([(6, 8), *rows[1:]], hosts)

@@ -1,0 +1,72 @@
+"""A part of masters and optimizer state on the host, the other leaves on the devices."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from helpers import assert_trees_close, make_batches, make_engine, make_params, train
+
+import zero2jax
+from zero2jax.offload.host_memory import state_bytes, transfer_bytes
+
+HOST = tuple(jax.devices()[4:6])
+
+
+def engine_of(ratio, tx=None):
+    settings = None if ratio is None else zero2jax.OffloadSettings(ratio=ratio, host_devices=HOST)
+    return make_engine(2, tx=tx or optax.adam(1e-2), offload=settings, clip_norm=0.5, stage=3)
+
+
+def where(tree):
+    return ["host" if x.sharding.device_set <= set(HOST) else "device" for x in jax.tree.leaves(tree)]
+
+
+def test_bytes_on_the_host_grow_with_the_ratio_and_come_near_it():
+    shares, transferred = [], []
+    for ratio in np.linspace(0.05, 1, 20):
+        engine = engine_of(float(ratio))
+        engine.abstract_state(make_params())
+        layout, mesh = engine.layout, engine.mesh
+        host, device = sum(state_bytes(layout, mesh)), sum(state_bytes(layout, mesh, resident=True))
+        total = sum(leaf.rest_bytes for plan in (layout.params, layout.opt_state) for leaf in plan.leaves)
+        assert host + device == total
+        shares.append(host / total)
+        transferred.append(sum(transfer_bytes(layout, engine._program(layout).settings, mesh)))
+    assert shares == sorted(shares)
+    assert transferred == sorted(transferred)
+    assert shares[-1] == 1.0
+    largest = 90 / 152  # of 152 elements with padding the largest leaf has 90: half of it off at most
+    assert max(abs(np.linspace(0.05, 1, 20) - shares)) <= largest / 2 + 0.05
+
+
+def test_half_of_the_state_on_the_host_trains_as_all_of_it_on_the_devices(tmp_path):
+    half, plain = engine_of(0.5), engine_of(None)
+    state, metrics = train(half, half.init(make_params()), make_batches(3))
+    assert where(state.params) == ["host", "host", "device", "device", "device"]  # b, w; embed, norm, scale
+    assert (
+        where(state.opt_state) == ["host"] * 3 + ["device"] * 3 + ["host"] * 2 + ["device"] * 3
+    )  # count, mu, nu
+    expected, others = train(plain, plain.init(make_params()), make_batches(3))
+    as_numpy = lambda tree: jax.tree.map(np.asarray, tree)
+    # An ulp of a moment, and what it makes of an update.
+    assert_trees_close(as_numpy((state, metrics)), as_numpy((expected, others)), rtol=1e-5, atol=1e-7)
+    assert_trees_close(as_numpy(half.params(state)), as_numpy(plain.params(expected)), rtol=1e-5, atol=1e-7)
+    losses = [e.evaluate(s, make_batches(1)[0]) for e, s in ((half, state), (plain, expected))]
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+    with zero2jax.Checkpointer(tmp_path, half) as checkpointer:
+        checkpointer.save(3, state)
+    restored, _ = zero2jax.Checkpointer(tmp_path).restore(half)
+    assert where(restored) == where(state)
+    report = half.memory(restored, make_batches(1)[0])
+    assert report["master"].measured_bytes + report[
+        "master, on the host"
+    ].measured_bytes == zero2jax.live_bytes(expected.params)
+    assert report["optimizer state"].measured_bytes > 0
+
+
+def test_an_optimizer_that_ties_all_leaves_together_has_no_half():
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+    with pytest.raises(ValueError, match=r"offloading 0.5 of the state: .* Clip by clip_norm="):
+        engine_of(0.5, tx).abstract_state(make_params())
+    with pytest.raises(ValueError, match="ratio is 0"):
+        engine_of(0)

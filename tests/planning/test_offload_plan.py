@@ -1,0 +1,82 @@
+"""What offloading moves from the devices' memory to the host's, by construction; and for a GPU that is not here."""
+
+import dataclasses
+import json
+
+import jax
+import optax
+import pytest
+from helpers import make_batch, make_params, mean_loss
+from plan_program import LAYERS, WIDTH, N, needs_compiler, program
+
+import zero2jax
+from zero2jax.planning.targets import get_target
+
+ELEMENTS = LAYERS * WIDTH * WIDTH
+ROW = 4 * WIDTH  # of the batch, in fp32
+
+
+def make_plan(target, offload=True, num_devices=N, num_microbatches=1):
+    p = program(16)
+    zero = {"stage": 2} | ({"offload_optimizer": {"device": "cpu"}} if offload else {})
+    config = {
+        "zero_optimization": zero,
+        "bf16": {"enabled": True},
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": num_microbatches,
+        "gradient_clipping": 1.0,
+    }
+    axes = {"data": num_devices}
+    return zero2jax.plan(p.loss_fn, p.params, p.batch, tx=p.tx, config=config, target=target, axes=axes)
+
+
+def test_the_devices_hold_16_bit_parameters_and_the_host_the_state():
+    report = make_plan("cpu", num_microbatches=2)
+    rows = {row.name: row for row in report.by_class}
+    assert rows["master"].rest_bytes == rows["optimizer state"].rest_bytes == 0
+    assert rows["parameters"].rest_bytes == 2 * ELEMENTS // N
+    host = report.offload
+    assert (host.master_bytes, host.optimizer_bytes) == (4 * ELEMENTS // N, 8 * ELEMENTS // N + 4)
+    # two microbatches are summed in fp32
+    assert (host.down_bytes, host.up_bytes, host.transfer_s) == (4 * ELEMENTS // N, 2 * ELEMENTS // N, None)
+    assert (
+        report.host_bytes
+        == host.host_bytes
+        == sum((host.master_bytes, host.optimizer_bytes, host.down_bytes, host.up_bytes))
+    )
+    assert json.loads(json.dumps(report.as_dict()))["offload"]["host_bytes"] == host.host_bytes
+    assert "on the host per device" in str(report)
+    assert make_plan("cpu", offload=False).offload is None
+
+
+@needs_compiler
+@pytest.mark.cuda_compiler
+def test_a_step_for_an_h200_has_no_optimizer_state_in_device_memory_and_fits_where_it_did_not():
+    on, off = (make_plan("h200", offload, num_devices=1) for offload in (True, False))
+    batch, scalars = 16 * ROW, 4 + 4 * jax.random.key_data(jax.random.key(0)).size
+    assert on.rest_bytes == 2 * ELEMENTS + batch + scalars
+    assert off.rest_bytes == 12 * ELEMENTS + 4 + batch + scalars
+    assert {row.name: row.peak_bytes for row in on.by_class}["optimizer state"] == 0
+    assert on.total_bytes + 8 * ELEMENTS < off.total_bytes
+    assert on.offload.transfer_s == pytest.approx(4 * ELEMENTS / (0.8 * 34359738368))
+    between = (on.total_bytes + off.total_bytes) // 2
+    small = dataclasses.replace(get_target("h200"), memory_bytes=int(between / 0.94))
+    assert make_plan(small, num_devices=1).fits
+    assert not make_plan(small, offload=False, num_devices=1).fits
+
+
+def test_a_part_of_the_state_is_counted_on_either_side():
+    shapes = [jax.eval_shape(make) for make in (make_params, make_batch)]
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    config = {"bf16": {"enabled": True}, "gradient_clipping": 1.0, "zero_optimization": zero}
+    report = zero2jax.plan(
+        mean_loss, *shapes, tx=optax.adam(1e-2), config=config, axes={"data": 1}, target="cpu"
+    )
+    rows, host = {row.name: row for row in report.by_class}, report.offload
+    # of the leaves b, w, embed, norm and scale the first two go to the host
+    on_host, on_device = 15 + 75, 35 + 5 + 1
+    assert (host.master_bytes, host.optimizer_bytes) == (4 * on_host, 8 * on_host + 4)
+    assert (host.down_bytes, host.up_bytes) == (2 * on_host, 2 * on_host)
+    assert (rows["master"].rest_bytes, rows["optimizer state"].rest_bytes) == (4 * on_device, 8 * on_device)
+    assert rows["parameters"].rest_bytes == 2 * on_host
+    assert sum(row.rest_bytes for row in report.by_class) == report.rest_bytes

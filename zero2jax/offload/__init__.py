@@ -1,0 +1,32 @@
+"""ZeRO-Offload: fp32 masters and optimizer state in host memory, and the optimizer's update there. Global arrays.
+
+One step at any stage, P parameters over N devices, mixed-precision Adam:
+
+    device                                        host memory, a CPU device for each device
+    parameters, 16 bit   2 P, or 2 P/N            fp32 masters 4 P/N, Adam's moments 8 P/N
+      │                                                             │
+      ▼                                                             │
+    gradients, reduced as the stage says                            │
+      └── gradient shards, 2 P/N bytes down ──▶ optax, compiled by XLA for the CPU
+                                                                    │
+    parameters, 16 bit  ◀── shards, 2 P/N bytes up ◀── masters, moments, 16-bit copies
+
+The state is a `TrainState` like any other: the same leaves, shapes and dtypes, stored on another mesh. So a checkpoint
+is read into either. The mesh of the host has a CPU device in the place of each device, and the same axes: the update
+is the program that the device would run, with true shapes and global arrays, and any transformation of optax is right.
+
+The files, in reading order:
+
+  settings      what an engine is told
+  host_mesh     the CPU devices that stand beside the devices
+  host_memory   what they store, and whether their host has room for it
+  host_step     gradients on the devices, the update on the host: two pure functions
+  parts         which leaves can be updated apart from the others
+  chunks        the host's half, a chunk of leaves at a time
+  residents     which leaves stay on the devices, if not all go to the host
+  offloaded     both jitted, and what moves between them; stands in for `zero.compiled.Compiled`
+  between       a state in host memory between two phases, of any engine
+
+Imports `base` and `zero`; `zero` never imports it. Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model
+Training, arXiv:2101.06840, sections 3 and 4.
+"""

@@ -1,0 +1,150 @@
+"""The host's half of a step, a chunk of leaves at a time: down, updated, up. Global arrays, outside of any program."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from zero2jax.base import jaxprs
+from zero2jax.base.pytrees import PyTree
+from zero2jax.offload.parts import Part, Split, split_update
+
+_IN_FLIGHT = 2  # chunks whose gradients and copies are in host memory
+
+Move = Callable[[tuple[int, ...], list[jax.Array]], list[jax.Array]]
+"""(indices of parameters, an array of each) -> the arrays elsewhere."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """An update as a jaxpr over flat arguments: n parameters, m leaves of the state, n gradients, and others.
+
+    Attributes:
+      jaxpr: from these to n parameters, m leaves of the state, n copies and perhaps the learning rate.
+      num_params: n.
+      num_state: m.
+    """
+
+    jaxpr: Any
+    num_params: int
+    num_state: int
+
+    @classmethod
+    def of(cls, update: Callable[..., Any], args: Sequence[PyTree]) -> "Flat":
+        """The update traced for arguments of these shapes."""
+        num_params, num_state = (len(jax.tree.leaves(tree)) for tree in args[:2])
+        return cls(jaxprs.inlined(jaxprs.trace(update, *args)[0]), num_params, num_state)
+
+    @property
+    def copies_at(self) -> int:
+        """Index of the first gradient among the arguments, and of the first copy among the results."""
+        return self.num_params + self.num_state
+
+    @property
+    def num_results(self) -> int:
+        """How many results there are."""
+        return len(jaxprs.outputs(self.jaxpr))
+
+    def split(self) -> Split:
+        """Its parts, as small as can be."""
+        return split_update(self.jaxpr, self.num_params, self.num_state)
+
+
+class ChunkedUpdate:
+    """An update in parts, each a program of its own.
+
+    Args:
+      flat: the update.
+      split: its parts, or some of them.
+      shardings: of its results.
+      complete: whether copies are made, and what belongs to no part: shared leaves of the state, the learning rate.
+      options: for the compiler.
+
+    Attributes:
+      num_parts: how many there are.
+    """
+
+    def __init__(
+        self,
+        flat: Flat,
+        split: Split,
+        shardings: Sequence[NamedSharding],
+        *,
+        complete: bool,
+        options: Mapping[str, Any],
+    ):
+        self._flat, self._shardings, self._complete = flat, shardings, complete
+        self.num_parts = len(split.parts)
+        shared = [flat.num_params + j for j in split.shared]
+        more = [*shared, *range(flat.copies_at + flat.num_params, flat.num_results)]
+        self._parts: list[tuple[Part, _Program]] = []
+        for k, part in enumerate(split.parts):
+            own = [*part.params, *[flat.num_params + j for j in part.state]]
+            copies = [flat.copies_at + i for i in part.params]
+            which = [*own, *copies, *(more if k == 0 else [])] if complete else own
+            self._parts.append((part, self._program(flat.jaxpr, own, which, options)))
+
+    def _program(
+        self, jaxpr: Any, own: Sequence[int], which: Sequence[int], options: Mapping[str, Any]
+    ) -> "_Program":
+        function, used = jaxprs.part_of(jaxpr, which)
+        donated = [i for i in used if i in set(own)]
+        others = [i for i in used if i not in set(own)]
+
+        def update(donated_values: list[Any], other_values: list[Any]) -> list[Any]:
+            values = dict(zip([*donated, *others], [*donated_values, *other_values], strict=True))
+            return function(*[values[i] for i in used])
+
+        jitted = jax.jit(
+            update,
+            out_shardings=[self._shardings[i] for i in which],
+            donate_argnums=0,
+            compiler_options=dict(options) or None,
+        )
+        return _Program(jitted, donated, others, list(which))
+
+    def __call__(
+        self, values: list[Any], sums: list[Any], down: Move | None = None, up: Move | None = None
+    ) -> dict[int, jax.Array]:
+        """The results by index; copies are on the devices.
+
+        Args:
+          values: the arguments, those of its parts donated; gradients are yet to come.
+          sums: gradients on the devices; taken out one after the other, so that their memory is free.
+          down: brings gradients to the host; None leaves them where they are.
+          up: brings copies to the devices, likewise.
+        """
+        at = self._flat.copies_at
+        results: dict[int, Any] = {}
+        in_flight: collections.deque[list[jax.Array]] = collections.deque()
+        for part, program in self._parts:
+            if len(in_flight) == _IN_FLIGHT:
+                jax.block_until_ready(in_flight.popleft())
+            grads = [sums[i] for i in part.params]
+            for i, x in zip(part.params, grads if down is None else down(part.params, grads), strict=True):
+                values[at + i], sums[i] = x, None
+            del grads
+            made = program(values)
+            for i in part.params:
+                values[at + i] = None
+            if self._complete:
+                copies = [made[at + i] for i in part.params]
+                in_flight.append(copies)
+                sent = copies if up is None else up(part.params, copies)
+                made |= {at + i: x for i, x in zip(part.params, sent, strict=True)}
+            results |= made
+        return results
+
+
+class _Program:
+    """A part's program, with the indices of what it takes and gives."""
+
+    def __init__(self, jitted: Any, donated: list[int], others: list[int], results: list[int]):
+        self._jitted, self._donated, self._others, self._results = jitted, donated, others, results
+
+    def __call__(self, values: Sequence[Any]) -> dict[int, jax.Array]:
+        made = self._jitted([values[i] for i in self._donated], [values[i] for i in self._others])
+        return dict(zip(self._results, made, strict=True))

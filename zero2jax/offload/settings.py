@@ -1,0 +1,44 @@
+"""What an engine is told about offloading. No arrays."""
+
+import dataclasses
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OffloadSettings:
+    """Masters and optimizer state of an engine are stored in host memory, and updated there.
+
+    Attributes:
+      ratio: part of the masters' and the optimizer state's bytes that the host stores and updates, above 0 and at most
+        1; leaves in the order of the parameters, as near to it as leaves allow. The devices keep and update the others.
+      chunk_bytes: gradients come down, are applied and parameters go up in chunks of leaves that have about this many
+        bytes of masters per device, at least a leaf; where the optimizer ties all leaves together, in one.
+      host_devices: CPU devices that hold them, of each process as many as it has devices in the mesh; None takes those
+        of JAX's CPU backend. Which they are decides no number.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, zero2jax
+      >>> loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+      >>> settings = zero2jax.OffloadSettings()
+      >>> engine = zero2jax.Engine(loss, optax.adam(1e-2), zero2jax.make_mesh(data=1), offload=settings)
+      >>> state, metrics = engine.step(engine.init({"w": jnp.ones((4, 2))}), jnp.ones((8, 4)))
+      >>> float(metrics["loss"])
+      16.0
+    """
+
+    ratio: float = 1.0
+    chunk_bytes: int = 2**28
+    host_devices: tuple[jax.Device, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ValueError(
+                f"reading the offload settings: ratio is {self.ratio!r}; it lies above 0 and at most at 1. Without "
+                f"offloading, pass no settings."
+            )
+        if not isinstance(self.chunk_bytes, int) or self.chunk_bytes < 1:
+            raise ValueError(
+                f"reading the offload settings: chunk_bytes is {self.chunk_bytes!r}; it is a whole number of bytes, at "
+                f"least 1."
+            )
