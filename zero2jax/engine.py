@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -26,7 +25,7 @@ from zero2jax.base.batches import (
     place_batch,
     place_loss_args,
 )
-from zero2jax.base.losses import Loss, LossFn
+from zero2jax.base.losses import LossFn
 from zero2jax.base.mesh import DATA_AXIS, DataAxes, axis_size, data_axes, make_mesh
 from zero2jax.base.pytrees import LeafPredicate, PyTree, check_alive, is_function, is_traced, shapes_of
 from zero2jax.base.transformation import checked_transformation
@@ -45,25 +44,20 @@ from zero2jax.processes.agreement import (
 from zero2jax.processes.progress import STEP_EVENT
 from zero2jax.processes.start import expect_joined
 from zero2jax.programs.memory import MemoryReport, measure_memory
+from zero2jax.zero.blueprint import Blueprint
 from zero2jax.zero.compiled import Compiled, CompilerOptions
-from zero2jax.zero.gradient_settings import GradientSettings
-from zero2jax.zero.layer_dims import guess_layer_dims, layer_dims_of_loss
 from zero2jax.zero.loss_scale import ExhaustionWatch, LossScale
-from zero2jax.zero.precision import Precision
-from zero2jax.zero.settings import StepSettings
-from zero2jax.zero.state import (
-    Layout,
-    TrainState,
+from zero2jax.zero.placement import (
     check_init_arguments,
-    check_state,
     made_shapes,
-    make_layout,
     make_opt_state,
     make_params,
     place_params,
-    place_state,
 )
-from zero2jax.zero.step import Metrics, StepProgram
+from zero2jax.zero.precision import Precision
+from zero2jax.zero.settings import StepSettings
+from zero2jax.zero.state import Layout, TrainState, check_state, place_state
+from zero2jax.zero.step import Metrics
 
 LossArgs = Mapping[str, PyTree] | None
 """Arrays that are not per example, by the names that the loss function has for them."""
@@ -160,15 +154,20 @@ class Engine:
         self.config: Mapping[str, Any] | None = None  # the configuration it was made from, for the record
         self.activations = activations
         self.offload = offload
-        self._host = None if offload is None else host_mesh(mesh, offload)
         # made once: it says what it has to say once
-        self._loss = losses.normalized(loss_fn)
+        loss = losses.normalized(loss_fn)
         if activations is not None:
-            self._loss = remat_layers(self._loss, activations, mesh, data_axes=self.axes.names)
-        self._tx = checked_transformation(tx)
-        self._trainable = trainable
-        self._param_specs = param_specs
-        self._layer_dims = layer_dims
+            loss = remat_layers(loss, activations, mesh, data_axes=self.axes.names)
+        self._blueprint = Blueprint(
+            loss=loss,
+            tx=checked_transformation(tx),
+            mesh=mesh,
+            settings=self.settings,
+            trainable=trainable,
+            param_specs=param_specs,
+            layer_dims=layer_dims,
+            host=None if offload is None else host_mesh(mesh, offload),
+        )
         self._compiler_options = compiler_options
         self._functions: Compiled | None = None
         self._watch = ExhaustionWatch(self.settings.loss_scale)
@@ -202,7 +201,7 @@ class Engine:
     @property
     def tx(self) -> optax.GradientTransformationExtraArgs:
         """The optimizer."""
-        return self._tx
+        return self._blueprint.tx
 
     @property
     def layout(self) -> Layout:
@@ -233,21 +232,15 @@ class Engine:
           loss_args: with `batch`, what the loss function takes besides, as for `step`; shapes are enough.
         """
         shapes = shapes_of(params)
-        layer_dims = self._layer_dims
-        if layer_dims is None and batch is None:
-            layer_dims = guess_layer_dims(shapes)
-        elif layer_dims is None:
-            layer_dims = self._read_layer_dims(shapes, batch, loss_args)
-        layout = self._make_layout(shapes, layer_dims)
+        if batch is not None:
+            check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
+            batch = abstract_batch(batch, self.mesh, self.axes.batch)
+        layout = self._blueprint.layout(shapes, batch, shapes_of(dict(loss_args or {})))
         if self.offload is not None:
-            layout = with_residents(self._program(layout), self.offload.ratio)
+            layout = with_residents(self._blueprint.program(layout), self.offload.ratio)
         if self._functions is None or layout != self.layout:
-            program, options = self._program(layout), self._compiler_options
-            self._functions = (
-                Compiled(program, options)
-                if self.offload is None
-                else Offloaded(program, options, self.offload)
-            )
+            args = self._blueprint.program(layout), self._compiler_options
+            self._functions = Offloaded(*args, self.offload) if self.offload else Compiled(*args)
         return layout.abstract_state(self.mesh)
 
     def init(
@@ -274,16 +267,16 @@ class Engine:
             check_init_arguments(params, args)
             if is_function(params):
                 abstract = self.abstract_state(made_shapes(params, args), batch=batch, loss_args=loss_args)
-                expect_same_start(self._start(), self.mesh, args)
+                expect_same_start(self._blueprint.start(self.layout), self.mesh, args)
                 self._check_host_memory()
                 placed = make_params(functools.partial(params, *args), self.layout, self.mesh)
             else:
                 check_alive(params, "the parameters", "It was donated: pass parameters that are still there.")
                 abstract = self.abstract_state(params, batch=batch, loss_args=loss_args)
-                expect_same_start(self._start(), self.mesh, params)
+                expect_same_start(self._blueprint.start(self.layout), self.mesh, params)
                 self._check_host_memory()
                 placed = place_params(params, self.layout, self.mesh)
-            opt_state = make_opt_state(self._tx, placed, self.layout, self.mesh)
+            opt_state = make_opt_state(self.tx, placed, self.layout, self.mesh)
             first = functools.partial(self.layout.first_scalars, self.settings.seed)
             step, rng, loss_scale = jax.jit(first, out_shardings=abstract.step.sharding)()
         self._watch.forget()
@@ -393,7 +386,7 @@ class Engine:
     def memory(self, state: TrainState, batch: PyTree, *, loss_args: LossArgs = None) -> MemoryReport:
         """Measured bytes per device by class beside the formula; compiles the step for `batch` (arrays or shapes)."""
         state = place_state(state, self.layout, self.mesh)
-        program = self._program(self.layout)
+        program = self._blueprint.program(self.layout)
         with self._running():
             gradients = jax.jit(program.gradients).lower(*self._abstract(batch, loss_args)).compile()
         compiled = self.lower(batch, loss_args=loss_args).compile()
@@ -414,7 +407,7 @@ class Engine:
             )
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         shapes = self._abstract(batch, loss_args)
-        trace = lambda loss: jax.eval_shape(self._program(self.layout, loss).gradients, *shapes)
+        trace = lambda loss: jax.eval_shape(self._blueprint.program(self.layout, loss).gradients, *shapes)
         device = self.mesh.local_devices[0]
         return profile_loss(losses.normalized(self.loss_fn), self.activations, trace, device)
 
@@ -448,54 +441,8 @@ class Engine:
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         return jax.block_until_ready(result) if on_cpu and not is_traced(result) else result
 
-    def _start(self) -> dict[str, Any]:
-        """What every process must have been given alike, as plain values."""
-        leaves = zip(self.layout.params.leaves, self.layout.trainable, strict=True)
-        return {
-            **self.settings.plain,
-            "names, shapes, dtypes and trainable of the parameters": [
-                [leaf.path, list(leaf.shape), str(leaf.dtype), trainable] for leaf, trainable in leaves
-            ],
-        }
-
-    def _read_layer_dims(self, shapes: PyTree, batch: PyTree, loss_args: LossArgs) -> PyTree:
-        """The layer dims as the loss function shows them; the layout it is traced for has none, which is no matter."""
-        check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
-        program = self._program(self._make_layout(shapes, 0))
-        placed = abstract_batch(batch, self.mesh, self.axes.batch)
-        args = shapes_of(dict(loss_args or {}))
-
-        def loss(params: PyTree, batch: PyTree, rng: losses.SliceKey) -> losses.LossTerms:
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), args)  # a trace reads no values
-            return program.loss(params, batch, rng._replace(loss_args=zeros))
-
-        return layer_dims_of_loss(loss, program.settings.compute_shapes, placed, self.mesh, self.axes)
-
     def _check_host_memory(self) -> None:
         """Refuse to offload what the hosts have no room for, in all processes alike."""
         if self.offload is not None:
-            row = memory_row(self.layout, self._program(self.layout).settings, self.mesh)
+            row = memory_row(self.layout, self._blueprint.program(self.layout).settings, self.mesh)
             check_hosts(*gather_with_hosts(row) if spans_processes(self.mesh) else (row[None], ("here",)))
-
-    def _make_layout(self, shapes: PyTree, layer_dims: PyTree) -> Layout:
-        return make_layout(
-            shapes,
-            self._tx,
-            self.mesh,
-            axes=self.axes,
-            why_replicated="stage 0 replicates the state" if self.stage == 0 else "",
-            layer_dims=layer_dims,
-            trainable=self._trainable,
-            param_specs=self._param_specs,
-            loss_scale=self.settings.loss_scale,
-            host=self._host,
-        )
-
-    def _program(self, layout: Layout, loss: Loss | None = None) -> StepProgram:
-        return StepProgram(
-            loss=loss or self._loss,
-            tx=self._tx,
-            mesh=self.mesh,
-            layout=layout,
-            settings=GradientSettings.of(layout, self.settings, self.mesh),
-        )

@@ -110,7 +110,7 @@ def test_partitioned_over_the_model_axis(stage):
         params, expected, atol=1e-6
     )  # products over the model axis are summed in another order
     state = engine.layout.abstract_state(engine.mesh)
-    program = engine._program(engine.layout)
+    program = engine._blueprint.program(engine.layout)
     jaxpr = jax.make_jaxpr(program.gradients)(state, jax.ShapeDtypeStruct(BATCH.shape, BATCH.dtype), {})
     # 4 examples of width 6 on each data shard: flat, of which each device of the model axis keeps half
     assert (LAYERS, 4 * WIDTH) in count_primitives(jaxpr).shapes["scan"]
@@ -314,7 +314,7 @@ def test_stacks_cut_into_segments_stay_in_shards_beside_a_model_axis(settings):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a stack that is gathered whole would be named
         found = count_primitives(
-            jax.make_jaxpr(engine._program(engine.layout).gradients)(*traced_inputs(engine))
+            jax.make_jaxpr(engine._blueprint.program(engine.layout).gradients)(*traced_inputs(engine))
         )
     assert {len(shape) for shape in found.shapes["all_gather"]} == {2}
 

@@ -219,7 +219,7 @@ def test_too_few_cpu_devices_are_an_error_that_says_how_many():
 def test_a_host_without_room_is_refused_before_anything_is_placed(engines, monkeypatch, tmp_path):
     engine, _ = engines
     engine.abstract_state(make_params())
-    layout, settings = engine.layout, engine._program(engine.layout).settings
+    layout, settings = engine.layout, engine._blueprint.program(engine.layout).settings
     # Of 133 trained parameters fp32 masters and two moments, bf16 gradients and copies; padding and scalars besides.
     assert 133 * 16 <= host_memory.needed_bytes(layout, settings, engine.mesh) <= 133 * 16 * 1.3
     with monkeypatch.context() as patch:

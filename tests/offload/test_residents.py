@@ -31,7 +31,7 @@ def test_bytes_on_the_host_grow_with_the_ratio_and_come_near_it():
         total = sum(leaf.rest_bytes for plan in (layout.params, layout.opt_state) for leaf in plan.leaves)
         assert host + device == total
         shares.append(host / total)
-        transferred.append(sum(transfer_bytes(layout, engine._program(layout).settings, mesh)))
+        transferred.append(sum(transfer_bytes(layout, engine._blueprint.program(layout).settings, mesh)))
     assert shares == sorted(shares)
     assert transferred == sorted(transferred)
     assert shares[-1] == 1.0

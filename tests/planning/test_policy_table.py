@@ -62,7 +62,10 @@ def test_policies_refused_for_one_reason_share_a_line():
 def test_the_command_names_an_unknown_policy(capsys):
     arguments = ["activations", "module:function", "--axes", "data=2", "--target", "cpu"]
     assert cli.main([*arguments, "--policies", "nothng"]) == 2
-    assert "reading --policies nothng: Did you mean 'nothing'?" in capsys.readouterr().err
+    assert (
+        "reading --policies nothng: there is no such policy. Did you mean 'nothing'?"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("policy", ["nothing", "dots"])

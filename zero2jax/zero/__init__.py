@@ -42,7 +42,8 @@ The files, in reading order. The first five are the idea:
     layer_picks   layers taken out of a stack, or put into one: done to shards
     regather      operations with a body of their own, and loops' constants, at stage 3
     tracing       the loss as a jaxpr, without the mesh
-    state         what is at rest, and how it gets there without a full copy
+    state, placement    what is at rest, and how it gets there without a full copy
+    blueprint     what an engine is told of the layout and the step, and both from shapes
     compiled      the step, evaluations and full parameters of one layout, jitted; donation
     layer_dims    which leading dims are layers: read from the loss, or guessed
     precision, settings, gradient_settings   dtypes; everything that is fixed about a step

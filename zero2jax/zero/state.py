@@ -1,4 +1,4 @@
-"""The state between steps, how each leaf of it is stored, and how it gets there without a full copy.
+"""The state between steps, and how each leaf of it is stored.
 
 Global arrays, outside `shard_map`. A leaf at rest is sharded, and padded where it does not divide. Per device and
 parameter, with Adam: 12/N bytes (fp32 master, two moments), nothing else. ZeRO, arXiv:1910.02054, section 5.1; the
@@ -6,8 +6,6 @@ parameter, with Adam: 12/N bytes (fp32 master, two moments), nothing else. ZeRO,
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,14 +14,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from zero2jax.base.checks import is_whole, misfit, type_name
-from zero2jax.base.mesh import DataAxes, axis_size, moved, replicated
+from zero2jax.base.checks import type_name
+from zero2jax.base.mesh import DataAxes, axis_size, replicated
 from zero2jax.base.pytrees import (
     LeafPredicate,
     PyTree,
     check_alive,
     check_same_structure,
-    is_function,
     path_names,
     path_string,
     select_leaves,
@@ -316,102 +313,6 @@ def _as_kept(x: Any, like: jax.ShapeDtypeStruct) -> Any:
         kind = jnp.issubdtype(like.dtype, jnp.floating)
         fits = fits or bool(kind or np.can_cast(type(x), like.dtype, "same_kind"))
     return jax.device_put(np.array(x, like.dtype), like.sharding) if fits else x
-
-
-def place_params(params: PyTree, layout: Layout, mesh: Mesh) -> PyTree:
-    """Full parameters -> padded shards, a leaf at a time and from host memory slice by slice."""
-    plan = layout.params
-
-    def place(leaf: LeafPlan, x: Any, rest: Any) -> jax.Array:
-        sharding = rest.sharding
-        if isinstance(x, jax.Array) and not (x.is_fully_addressable and _is_numeric(x)):
-            there = plan.sharding(leaf, mesh)
-            single = jax.jit(lambda x: pad_to(x.astype(leaf.dtype), leaf.rest_shape), out_shardings=there)
-            return moved([single(x)], [sharding])[0]
-        host = np.asarray(x)
-        return jax.make_array_from_callback(
-            leaf.rest_shape, sharding, lambda index: _slice(leaf, host, index or ())
-        )
-
-    return plan.map(place, params, layout.abstract_state(mesh).params)
-
-
-def _is_numeric(x: jax.Array) -> bool:
-    return not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-
-
-def _slice(leaf: LeafPlan, host: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-    """One shard of a padded leaf, a fresh copy: the state is donated, and the caller's array must not be."""
-    starts_stops = [s.indices(size)[:2] for s, size in zip(index, leaf.rest_shape, strict=True)]
-    shard = np.zeros([stop - start for start, stop in starts_stops], leaf.dtype)
-    part = host[index]
-    shard[tuple(slice(0, size) for size in part.shape)] = part
-    return shard
-
-
-def check_init_arguments(params: PyTree | Callable[..., PyTree], args: tuple[Any, ...]) -> None:
-    """Raise a TypeError if these are neither parameters nor a function that makes them from these arguments."""
-    if hasattr(params, "params") and hasattr(params, "opt_state"):
-        own = isinstance(params, TrainState)
-        way_out = "Go on with it, or pass engine.params(state)" if own else "Pass its .params"
-        raise TypeError(
-            f"making a state: found a {type_name(params)}, which is a training state, and not parameters. {way_out}."
-        )
-    if not is_function(params):
-        return
-    if callable(getattr(params, "init", None)) and callable(getattr(params, "apply", None)):
-        raise TypeError(
-            f"making the parameters by a {type_name(params)}: it is a module, and what makes its parameters is its "
-            f"init. Write engine.init(model.init, jax.random.key(0), x), with an input x of the model."
-        )
-    if problem := misfit(params, *args):
-        signature, reason = problem
-        raise TypeError(
-            f"making the parameters by {getattr(params, '__name__', 'init_fn')}{signature} with {len(args)} arguments: "
-            f"{reason}. What follows the function is passed on to it: engine.init(init_fn, jax.random.key(0))."
-        )
-
-
-def made_shapes(init_fn: Callable[..., PyTree], args: tuple[Any, ...]) -> PyTree:
-    """The shapes that a function makes. A number in the place of its key is not known to be wrong until it fails."""
-    try:
-        return jax.eval_shape(functools.partial(init_fn, *args))
-    except (TypeError, ValueError) as error:
-        if args and is_whole(args[0]):
-            error.add_note(
-                f"zero2jax: engine.init passed {args[0]!r} on to the function that makes the parameters. If that is to "
-                f"be a random key, write engine.init(init_fn, jax.random.key({args[0]!r}))."
-            )
-        raise
-
-
-def make_params(make: Callable[[], PyTree], layout: Layout, mesh: Mesh) -> PyTree:
-    """Run a function that makes full parameters so that each device, of a host if there is one, makes its shards."""
-    plan, home = layout.params, layout.host or mesh
-
-    def build() -> PyTree:
-        cast = lambda leaf, x: jnp.asarray(x).astype(leaf.dtype) if leaf.dtype != jnp.result_type(x) else x
-        return pad(plan.map(cast, make()), plan, home)
-
-    made = jax.jit(build, out_shardings=plan.shardings(home))()
-    shardings = [x.sharding for x in jax.tree.leaves(layout.abstract_state(mesh).params)]
-    return plan.treedef.unflatten(moved(jax.tree.leaves(made), shardings))
-
-
-def make_opt_state(tx: optax.GradientTransformation, params: PyTree, layout: Layout, mesh: Mesh) -> PyTree:
-    """The optimizer's initial state in its shards, from parameters in theirs."""
-    home = layout.host or mesh
-
-    def build(trained: PyTree) -> PyTree:
-        opt_state = tx.init(unpad(trained, layout.trained_params, home))
-        return pad(opt_state, layout.opt_state, home)
-
-    trained, treedef = jax.tree.flatten(layout.trained(params))
-    home_params = jax.tree.leaves(layout.trained_params.shardings(home))
-    made = jax.jit(build, out_shardings=layout.opt_state.shardings(home))(
-        jax.tree.unflatten(treedef, moved(trained, home_params))
-    )
-    return layout.opt_state.treedef.unflatten(moved(jax.tree.leaves(made), layout.homes(mesh)[1]))
 
 
 def unpad(tree: PyTree, plan: ShardPlan, mesh: Mesh) -> PyTree:
