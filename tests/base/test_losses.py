@@ -81,7 +81,7 @@ def test_no_gradient_flows_through_the_weight_or_aux():
     def loss_fn(params, batch):
         return params**2, {"weight": params * 3, "more": params}
 
-    key = losses.SliceKey(jax.random.key_data(jax.random.key(0)), jnp.int32(0), jnp.int32(0))
+    key = losses.SliceContext(jax.random.key_data(jax.random.key(0)), jnp.int32(0), jnp.int32(0))
     call = losses.normalized(loss_fn)
     total = lambda p: losses.WeightedSum.of(call(p, None, key)).loss
     assert float(total(2.0)) == 4 * 6

@@ -79,6 +79,8 @@ def test_with_sums_in_order_the_number_of_devices_changes_no_bit(dtype):
     expected = trained(1, stage=2, num_microbatches=8, precision=precision)
     assert_same_bits(trained(2, stage=3, num_microbatches=4, precision=precision), expected)
     assert_same_bits(trained(4, stage=2, num_microbatches=2, precision=precision), expected)
+    if jax.__version_info__ >= (0, 12):  # before, XLA for CPUs drops the barriers that stand in for a loop
+        assert_same_bits(trained(8, stage=2, precision=precision), expected)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -66,7 +66,7 @@ def sharded_gradients(loss, params, x, settings):
     def pad(leaf, p):
         return jnp.zeros(leaf.rest_shape, p.dtype).at[tuple(map(slice, p.shape))].set(p)
 
-    key = losses.SliceKey(jax.random.key_data(KEY), *jnp.zeros(2, jnp.int32))
+    key = losses.SliceContext(jax.random.key_data(KEY), *jnp.zeros(2, jnp.int32))
     run = jax.shard_map(
         lambda p, x: gradients.local_gradients(losses.normalized(loss), settings, p, x, key),
         mesh=zero2jax.make_mesh(data=plan.num_shards),

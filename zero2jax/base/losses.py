@@ -28,11 +28,11 @@ from zero2jax.base.mesh import AxisName
 from zero2jax.base.pytrees import PyTree, path_string
 
 LossFn = Callable[..., Any]
-Loss = Callable[[PyTree, PyTree, "SliceKey"], "LossTerms"]
+Loss = Callable[[PyTree, PyTree, "SliceContext"], "LossTerms"]
 """A loss function in its one form: (params, batch, slice key) -> LossTerms."""
 
 
-class SliceKey(NamedTuple):
+class SliceContext(NamedTuple):
     """What a loss function is called with besides parameters and its slice of the batch.
 
     Fields:
@@ -117,7 +117,7 @@ def normalized(loss_fn: LossFn) -> Loss:
         )
     takes_rng(loss_fn)  # refused here, not when the loss is traced
 
-    def call(params: PyTree, batch: PyTree, rng: SliceKey) -> LossTerms:
+    def call(params: PyTree, batch: PyTree, rng: SliceContext) -> LossTerms:
         loss_args = (rng and rng.loss_args) or {}
         args = (params, batch, rng.key()) if takes_rng(loss_fn, loss_args) else (params, batch)
         _check_arguments(loss_fn, args, loss_args)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from zero2jax.base.losses import Loss, LossTerms, SliceKey
+from zero2jax.base.losses import Loss, LossTerms, SliceContext
 from zero2jax.base.pytrees import LeafPredicate, PyTree
 from zero2jax.zero.gradient_settings import GradientSettings
 from zero2jax.zero.layer_dims import guess_layer_dims, layer_dims_of_loss
@@ -98,7 +98,7 @@ class Blueprint:
         """The layer dims as the loss function shows them; the layout it is traced for has none, which is no matter."""
         program = self.program(self._layout(shapes, 0))
 
-        def loss(params: PyTree, batch: PyTree, rng: SliceKey) -> LossTerms:
+        def loss(params: PyTree, batch: PyTree, rng: SliceContext) -> LossTerms:
             zeros = jax.tree.map(
                 lambda x: jnp.zeros(x.shape, x.dtype), dict(loss_args)
             )  # a trace reads no values

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero2jax.base.losses import Loss, SliceKey, WeightedSum
+from zero2jax.base.losses import Loss, SliceContext, WeightedSum
 from zero2jax.base.pytrees import PyTree
 from zero2jax.zero import collectives
 from zero2jax.zero.exchange import Use, by_layer, gather, reduce_grad
@@ -35,7 +35,7 @@ Gradient = tuple[list[jax.Array], WeightedSum]
 
 
 def local_gradients(
-    loss: Loss, settings: GradientSettings, params: PyTree, batch: PyTree, rng: SliceKey
+    loss: Loss, settings: GradientSettings, params: PyTree, batch: PyTree, rng: SliceContext
 ) -> Gradient:
     """Sums over all devices and microbatches of weight x gradient, and of the weighted loss terms.
 
@@ -59,19 +59,19 @@ def local_gradients(
 
 
 def _full_gradients(
-    loss: Loss, settings: GradientSettings, shards: list[jax.Array], batch: PyTree, rng: SliceKey
+    loss: Loss, settings: GradientSettings, shards: list[jax.Array], batch: PyTree, rng: SliceContext
 ) -> Gradient:
     """Stages 0 and 1: full parameters, full gradients, reduced once."""
     trained, uses = settings.trained, settings.uses
     params = by_layer(gather, list(zip(uses, shards, strict=True)))
 
-    def objective(values: list[jax.Array], batch: PyTree, rng: SliceKey) -> tuple[jax.Array, WeightedSum]:
+    def objective(values: list[jax.Array], batch: PyTree, rng: SliceContext) -> tuple[jax.Array, WeightedSum]:
         full = list(params)
         for i, x in zip(trained, values, strict=True):
             full[i] = x
         return _scaled(_evaluated(_weighted(loss), settings, full, batch, rng, regather=False), settings, rng)
 
-    def gradient(batch: PyTree, rng: SliceKey) -> Gradient:
+    def gradient(batch: PyTree, rng: SliceContext) -> Gradient:
         values = [params[i] for i in trained]
         (_, terms), grads = jax.value_and_grad(objective, has_aux=True)(values, batch, rng)
         return grads, terms
@@ -81,7 +81,7 @@ def _full_gradients(
 
 
 def _gradients_at_use(
-    loss: Loss, settings: GradientSettings, shards: list[jax.Array], batch: PyTree, rng: SliceKey
+    loss: Loss, settings: GradientSettings, shards: list[jax.Array], batch: PyTree, rng: SliceContext
 ) -> Gradient:
     """Stages 2 and 3: each parameter is gathered, and its gradient reduced, where it is used."""
     trained, uses, sources = settings.trained, settings.uses, shards
@@ -89,7 +89,7 @@ def _gradients_at_use(
         sources = by_layer(gather, list(zip(uses, shards, strict=True)))
         uses = [dataclasses.replace(use, gathered=True) for use in uses]
 
-    def objective(ports: list[jax.Array], batch: PyTree, rng: SliceKey) -> tuple[jax.Array, WeightedSum]:
+    def objective(ports: list[jax.Array], batch: PyTree, rng: SliceContext) -> tuple[jax.Array, WeightedSum]:
         port_of = dict(zip(trained, ports, strict=True))
         pairs = enumerate(zip(uses, sources, strict=True))
         standins = [Standin(use, x, port_of.get(i)) for i, (use, x) in pairs]
@@ -98,7 +98,7 @@ def _gradients_at_use(
             _evaluated(_weighted(loss), settings, standins, batch, rng, regather=regather), settings, rng
         )
 
-    def gradient(batch: PyTree, rng: SliceKey) -> Gradient:
+    def gradient(batch: PyTree, rng: SliceContext) -> Gradient:
         ports = [jnp.zeros(shards[i].shape, uses[i].sum_dtype) for i in trained]
         (_, terms), grads = jax.value_and_grad(objective, has_aux=True)(ports, batch, rng)
         return grads, terms
@@ -107,7 +107,7 @@ def _gradients_at_use(
 
 
 def _weighted(loss: Loss) -> Callable[..., tuple[jax.Array, WeightedSum]]:
-    def weighted(params: PyTree, batch: PyTree, rng: SliceKey) -> tuple[jax.Array, WeightedSum]:
+    def weighted(params: PyTree, batch: PyTree, rng: SliceContext) -> tuple[jax.Array, WeightedSum]:
         terms = WeightedSum.of(loss(params, batch, rng))
         return terms.loss, terms
 
@@ -115,7 +115,7 @@ def _weighted(loss: Loss) -> Callable[..., tuple[jax.Array, WeightedSum]]:
 
 
 def _scaled(
-    result: tuple[jax.Array, WeightedSum], settings: GradientSettings, rng: SliceKey
+    result: tuple[jax.Array, WeightedSum], settings: GradientSettings, rng: SliceContext
 ) -> tuple[jax.Array, WeightedSum]:
     """What is differentiated: the weighted loss, or, with a loss scale, the scale times it over the mean weight."""
     value, terms = result
@@ -125,11 +125,11 @@ def _scaled(
 
 
 def _over_microbatches(
-    gradient: Callable[[PyTree, SliceKey], Gradient],
+    gradient: Callable[[PyTree, SliceContext], Gradient],
     settings: GradientSettings,
     shapes: Sequence[tuple[int, ...]],
     batch: PyTree,
-    rng: SliceKey,
+    rng: SliceContext,
 ) -> Gradient:
     """The sum of `gradient(microbatch, its key)`, arrays of `shapes`; if K > 1, a loop in the accumulation dtype."""
     num = settings.step.num_microbatches
@@ -191,7 +191,7 @@ def _looped(
 
 
 def local_loss(
-    loss: Loss, settings: GradientSettings, params: PyTree, batch: PyTree, rng: SliceKey
+    loss: Loss, settings: GradientSettings, params: PyTree, batch: PyTree, rng: SliceContext
 ) -> WeightedSum:
     """Sums of the loss terms over all devices, without gradients; parameters are gathered where they are used."""
     shards = _group_shards(settings, settings.uses, params)
@@ -206,7 +206,7 @@ def _evaluated(
     settings: GradientSettings,
     params: Sequence[Standin | jax.Array],
     batch: PyTree,
-    rng: SliceKey,
+    rng: SliceContext,
     *,
     regather: bool,
     trains: bool = True,

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from zero2jax.base import jaxprs
-from zero2jax.base.losses import Loss, SliceKey
+from zero2jax.base.losses import Loss, SliceContext
 from zero2jax.base.mesh import DataAxes
 from zero2jax.base.pytrees import PyTree
 from zero2jax.zero.tracing import trace_loss
@@ -35,13 +35,15 @@ def layer_dims_of_loss(loss: Loss, shapes: PyTree, batch: PyTree, mesh: Mesh, ax
     leaves, treedef = jax.tree.flatten(shapes)
     depths: list[int] = []
 
-    def local(batch: PyTree, rng: SliceKey) -> None:
+    def local(batch: PyTree, rng: SliceContext) -> None:
         jaxpr, _ = trace_loss(loss, shapes, batch, rng)
         depths.extend(scan_depths(jaxpr, len(leaves)))
 
     # Inside a shard_map, since the loss function is written for a device's part of the batch and may name the data
     # axes. What leaves one are arrays, and a depth is none: so it is noted while the function is traced.
-    rng = jax.eval_shape(lambda: SliceKey(jax.random.key_data(jax.random.key(0)), *jnp.zeros(2, jnp.int32)))
+    rng = jax.eval_shape(
+        lambda: SliceContext(jax.random.key_data(jax.random.key(0)), *jnp.zeros(2, jnp.int32))
+    )
     per_device = jax.shard_map(
         local,
         mesh=mesh,

@@ -19,7 +19,7 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from zero2jax.base.losses import Loss, LossTerms, SliceKey, WeightedSum
+from zero2jax.base.losses import Loss, LossTerms, SliceContext, WeightedSum
 from zero2jax.base.pytrees import PyTree
 from zero2jax.base.transformation import learning_rate, update
 from zero2jax.zero.gradient_settings import GradientSettings
@@ -169,8 +169,10 @@ class StepProgram:
     def _leaves(self) -> Any:
         return zip(self.layout.params.leaves, self.layout.trainable, strict=True)
 
-    def _step_key(self, state: TrainState, loss_args: Mapping[str, PyTree], scale: Any = None) -> SliceKey:
-        return SliceKey(state.rng, state.step, jnp.int32(0), dict(loss_args), scale)
+    def _step_key(
+        self, state: TrainState, loss_args: Mapping[str, PyTree], scale: Any = None
+    ) -> SliceContext:
+        return SliceContext(state.rng, state.step, jnp.int32(0), dict(loss_args), scale)
 
     def _scale(self, state: TrainState) -> jax.Array | None:
         scaler = self.settings.step.loss_scale
