@@ -99,9 +99,9 @@ class Engine:
         from the shard plan of the parameters.
 
     Example:
-      >>> import zero2jax
+      >>> import jax.numpy as jnp, optax, zero2jax
       >>> loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
-      >>> engine = Engine(loss, optax.adam(1e-2), zero2jax.make_mesh(data=1))
+      >>> engine = zero2jax.Engine(loss, optax.adam(1e-2), zero2jax.make_mesh(data=1))
       >>> state = engine.init({"w": jnp.ones((4, 2))})
       >>> state, metrics = engine.step(state, jnp.ones((8, 4)))
       >>> float(metrics["loss"])

@@ -11,8 +11,8 @@ def type_name(x: Any) -> str:
     """The type of a value as messages name it, with its module unless Python has it built in.
 
     Example:
-      >>> type_name(3), type_name(math.inf.__class__), type_name(inspect.signature(len))
-      ('int', 'float', 'inspect.Signature')
+      >>> type_name(3), type_name(inspect.signature(len))
+      ('int', 'inspect.Signature')
     """
     kind = type(x)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
