@@ -18,7 +18,8 @@ jax.config.update("jax_num_cpu_devices", 8)  # before the backend starts
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-collect_ignore = ["programs_run"]  # programs that tests start as processes of their own
+# programs that tests start as processes of their own, or that people do
+collect_ignore = ["programs_run", "benchmarks"]
 
 
 @pytest.fixture
