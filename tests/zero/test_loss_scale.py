@@ -234,6 +234,19 @@ def test_an_overflow_at_the_minimum_is_an_error_on_the_host():
         warning.step(state, bad)
 
 
+def test_overflows_at_a_static_scale_are_warned_of_once():
+    engine = engine_of(precision="fp16", loss_scale=2.0**40)
+    state = engine.init(PARAMS)
+    for _ in range(2):
+        state, metrics = engine.step(state, BATCH)
+    assert bool(metrics["loss_scale_exhausted"])
+    with pytest.warns(UserWarning, match=r"not finite at the static loss scale, 1\.09951e\+12, and 1 steps"):
+        state, _ = engine.step(state, BATCH)
+    for _ in range(3):
+        state, metrics = engine.step(state, BATCH)
+    assert int(metrics["num_skipped"]) == 6
+
+
 def test_float16_anywhere_brings_a_dynamic_scale_and_nothing_else_does():
     assert engine_of(precision="fp16").settings.loss_scale == LossScale()
     assert (

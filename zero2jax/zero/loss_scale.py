@@ -51,7 +51,8 @@ class LossScale:
       consecutive_hysteresis: every finite step forgets the overflows before it, not only a doubling.
       minimum: the scale is not halved below it.
       maximum: nor doubled above it.
-      at_minimum: "raise" or "warn" when gradients overflow at the minimum; two steps late, so that no step waits.
+      at_minimum: "raise" or "warn" when gradients overflow at the minimum; two steps late, so that no step waits. At a
+        static scale, which other batches may pass, the first overflow is warned of.
 
     Raises:
       ValueError: a value outside its range.
@@ -118,7 +119,8 @@ class LossScale:
 
         Returns:
           The new state; `loss_scale`, the step's own scale; `num_skipped`, steps skipped since the start;
-          `loss_scale_exhausted`, whether the gradients overflowed at the minimum, where nothing is left to try.
+          `loss_scale_exhausted`, whether the gradients overflowed at the minimum or at a static scale, where nothing is
+          left to try.
         """
         new, exhausted = self._after(state, finite)
         return new, {
@@ -132,7 +134,7 @@ class LossScale:
         num_finite = jnp.where(finite, state.num_finite + 1, 0)
         scale = self.current(state)
         if not self.dynamic:
-            return LossScaleState(scale, num_finite, state.hysteresis, num_skipped), jnp.bool_(False)
+            return LossScaleState(scale, num_finite, state.hysteresis, num_skipped), ~finite
         full = jnp.int32(self.hysteresis)
         left = jnp.minimum(state.hysteresis, full)
         halve = ~finite & (left <= 1)
@@ -155,6 +157,7 @@ class ExhaustionWatch:
     def __init__(self, settings: LossScale | None):
         self._settings = settings
         self._steps: collections.deque[Mapping[str, Any]] = collections.deque()
+        self._warned = False
 
     def forget(self) -> None:
         """Another run begins."""
@@ -177,15 +180,19 @@ class ExhaustionWatch:
         if self._settings is None or len(self._steps) < self._LATE:
             return
         step = self._steps.popleft()
-        if not np.asarray(step["loss_scale_exhausted"]):
+        if not np.asarray(step["loss_scale_exhausted"]) or self._warned:
             return
         self.forget()
+        kind, way_out = "minimum", "LossScale(at_minimum='warn') goes on"
+        if not self._settings.dynamic:
+            kind, way_out = "static", "A smaller scale, or a dynamic one, may do"
         text = (
-            f"training with float16: the gradients of the step before the last were not finite at the minimum loss "
+            f"training with float16: the gradients of the step before the last were not finite at the {kind} loss "
             f"scale, {float(step['loss_scale']):g}, and {int(step['num_skipped'])} steps have been skipped so far; "
             f"parameters are as they were before it. Look for a loss that is not finite in itself (metrics['loss']), "
-            f"lower the learning rate, or compute in bfloat16. LossScale(at_minimum='warn') goes on."
+            f"lower the learning rate, or compute in bfloat16. {way_out}."
         )
-        if self._settings.at_minimum == "raise":
+        if self._settings.dynamic and self._settings.at_minimum == "raise":
             raise LossScaleError(text)
+        self._warned = not self._settings.dynamic
         warnings.warn(text, stacklevel=3)
