@@ -392,7 +392,9 @@ class _Group:
 
     def say_who_goes_on(self) -> None:
         """Say once that some go on long after one has ended: they may wait for it where JAX does not see it."""
-        if self.first_done is None or self.ending or time.monotonic() < self.first_done[1] + _ALONE_S:
+        if self.first_done is None or self.ending or not self.running:
+            return
+        if time.monotonic() < self.first_done[1] + _ALONE_S:
             return
         names = ", ".join(running.command.name for running in self.running[:20])
         print(
