@@ -311,6 +311,16 @@ jax.config.update("jax_num_cpu_devices", 3)  # raises once a backend runs
     assert set(load_exported(out)) == set(by_name(make_params()))
 
 
+def test_parameters_of_one_name_are_not_both_given_its_tensor(tmp_path):
+    out = tmp_path / "m.safetensors"
+    with Checkpointer(tmp_path / "c", engine := make_engine(2), asynchronous=False) as checkpointer:
+        checkpointer.save(0, engine.init(make_params()))
+    export_checkpoint(tmp_path / "c", out)
+    vector = make_params()["norm"]
+    with pytest.raises(CheckpointError, match=r"\['a/b'\] would each be the name of two parameters"):
+        load_exported(out, {"a/b": vector, "a": {"b": vector}})
+
+
 def test_exporting_a_large_model_takes_a_few_pieces_of_memory(tmp_path):
     """256 MiB of parameters, one block of 32 MiB and one piece of 4 MiB at a time (36 MiB were seen)."""
     engine = make_engine(2, loss_fn=lambda p, b: p["a"].sum(), tx=optax.sgd(0.1))

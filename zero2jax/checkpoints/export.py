@@ -130,7 +130,8 @@ def load_exported(
         those in the file, or a function.
 
     Raises:
-      CheckpointError: a file is missing or damaged; with `like`, a tensor is missing or has another shape (lists them).
+      CheckpointError: a file is missing or damaged; with `like`, a tensor is missing or has another shape (lists them),
+        or two parameters have one name.
     """
     try:
         arrays = _mapped(Path(path))
@@ -141,6 +142,12 @@ def load_exported(
     source = renamer(rename)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes_of(like))
     names = [path_string(key_path) or BARE for key_path, _ in leaves]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise CheckpointError(
+            f"loading {path}: {twice[:3]} would each be the name of two parameters, and a tensor goes to one. Rename "
+            f"keys of `like` that hold a '/' or differ only in their type."
+        )
     check_prefixes(renamed_prefixes(rename), names, f"loading {path}", "rename")
     chosen, wrong = [], []
     for key_path, shape in leaves:

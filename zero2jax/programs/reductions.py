@@ -49,15 +49,16 @@ def repeated_reductions(
         for array in c.operands:
             counts[array.size] = counts.get(array.size, 0) + c.trips
     sharded = [leaf for leaf in leaves if leaf.dim is not None]
-    full = {leaf.path: math.prod(leaf.rest_shape) // leaf.num_model_shards(mesh) for leaf in sharded}
-    num_layers = {leaf.path: max(math.prod(leaf.shape[: leaf.layer_dims]), 1) for leaf in sharded}
+    full = {leaf.names: math.prod(leaf.rest_shape) // leaf.num_model_shards(mesh) for leaf in sharded}
+    num_layers = {leaf.names: max(math.prod(leaf.shape[: leaf.layer_dims]), 1) for leaf in sharded}
     expected = num_microbatches * sum(full.values())
     reduced = sum(size * count for size, count in counts.items())
     if reduced <= expected * (1 + _NEGLIGIBLE):
         return None
-    for path, size in full.items():
-        layer = size // num_layers[path]
-        counts[layer] = counts.get(layer, 0) - num_microbatches * num_layers[path]
+    for names, size in full.items():
+        layer = size // num_layers[names]
+        counts[layer] = counts.get(layer, 0) - num_microbatches * num_layers[names]
     superfluous = {size for size, count in counts.items() if count > 0}
-    named = [path for path, size in full.items() if superfluous & {size, size // num_layers[path]}]
+    repeated = [names for names, size in full.items() if superfluous & {size, size // num_layers[names]}]
+    named = [leaf.path for leaf in sharded if leaf.names in repeated]
     return Repeated(reduced, expected, tuple(named))
