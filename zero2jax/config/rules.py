@@ -139,6 +139,9 @@ def _zero_rules(config: Config, report: Report) -> None:
     zero, path = config.zero_optimization, "zero_optimization"
     if not report.sound(f"{path}.stage"):
         return
+    given = [key for key in config.given if key.startswith(f"{path}.")]
+    if given and f"{path}.stage" not in given:
+        report.notes.append(f"{path} without a stage is stage 0, as in DeepSpeed: nothing is sharded.")
     offload = zero.offload_optimizer
     if offload is not None and offload.ratio < 1.0 and zero.stage != 3:
         rule = f"a part of the optimizer on the host needs stage 3, the stage is {zero.stage}"
