@@ -233,6 +233,10 @@ def test_a_host_without_room_is_refused_before_anything_is_placed(engines, monke
     (tmp_path / "memory.max").write_text("4000\n")
     (tmp_path / "memory.current").write_text("1000\n")
     assert host_memory.available_bytes(tmp_path, tmp_path) == 3000
+    (tmp_path / "memory.stat").write_text(
+        "anon 100\nactive_file 300\ninactive_file 500\n"
+    )  # files that were read
+    assert host_memory.available_bytes(tmp_path, tmp_path) == 3800
     assert host_memory.available_bytes(tmp_path / "none", tmp_path / "none") is None
     rows, hosts = [(3, 8), (3, 8), (3, 8), (1, -1)], ["a", "a", "b", "c"]
     host_memory.check_hosts(rows, hosts)

@@ -57,10 +57,20 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         if limit != "max":
-            limits.append(int(limit) - int((cgroup / "memory.current").read_text()))
+            used = int((cgroup / "memory.current").read_text()) - _file_bytes(cgroup)
+            limits.append(int(limit) - used)
     except (OSError, ValueError):
         pass
     return min(limits, default=None)
+
+
+def _file_bytes(cgroup: Path) -> int:
+    """What a container counts of files that were read, and gives back where memory is wanted."""
+    try:
+        rows = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        return sum(int(rows.get(name, 0)) for name in ("active_file", "inactive_file"))
+    except (OSError, ValueError):
+        return 0
 
 
 def memory_row(layout: Layout, settings: GradientSettings, mesh: Mesh) -> np.ndarray:

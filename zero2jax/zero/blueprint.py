@@ -75,6 +75,7 @@ class Blueprint:
         leaves = zip(layout.params.leaves, layout.trainable, strict=True)
         return {
             **self.settings.plain,
+            "offload": self.host is not None,
             "names, shapes, dtypes and trainable of the parameters": [
                 [leaf.path, list(leaf.shape), str(leaf.dtype), trainable] for leaf, trainable in leaves
             ],
