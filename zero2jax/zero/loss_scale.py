@@ -175,7 +175,7 @@ class ExhaustionWatch:
         """Look at the step before the last.
 
         Raises:
-          LossScaleError: it overflowed at the minimum scale. The state is as it was before that step.
+          LossScaleError: it overflowed at the minimum scale, and changed no parameter.
         """
         if self._settings is None or len(self._steps) < self._LATE:
             return
@@ -189,7 +189,7 @@ class ExhaustionWatch:
         text = (
             f"training with float16: the gradients of the step before the last were not finite at the {kind} loss "
             f"scale, {float(step['loss_scale']):g}, and {int(step['num_skipped'])} steps have been skipped so far; "
-            f"parameters are as they were before it. Look for a loss that is not finite in itself (metrics['loss']), "
+            f"that step changed no parameter. Look for a loss that is not finite in itself (metrics['loss']), "
             f"lower the learning rate, or compute in bfloat16. {way_out}."
         )
         if self._settings.dynamic and self._settings.at_minimum == "raise":
