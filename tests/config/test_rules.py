@@ -260,3 +260,10 @@ def test_not_yet_ignores_blocks_that_are_off():
 def test_steps_beyond_the_counter_are_refused(kind, keys):
     (error,) = errors_of({"optimizer": {"type": "Adam"}, "scheduler": {"type": kind, "params": keys}})
     assert "must be at most 1073741823: steps are counted in 32 bits" in error
+
+
+def test_a_missing_stage_is_said():
+    said = "zero_optimization without a stage is stage 0, as in DeepSpeed: nothing is sharded."
+    assert said in read_config({"zero_optimization": {"overlap_comm": True}}).notes
+    assert said not in read_config({"zero_optimization": {"stage": 0, "overlap_comm": True}}).notes
+    assert said not in read_config({}).notes
