@@ -236,6 +236,7 @@ def test_ignored_keys_are_named_once():
 def test_not_yet_names_the_switch_only(raw, path):
     lines = not_yet(read_config(raw))
     assert [line.split(" = ")[0] for line in lines] == [path]
+    assert "false: false" not in lines[0]
 
 
 def test_not_yet_ignores_blocks_that_are_off():

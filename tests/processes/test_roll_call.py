@@ -220,7 +220,7 @@ def test_another_token_is_refused_by_name_and_ends_no_sound_start(capfd, ours, t
 
 
 def knock(address, seed, stop, counts):
-    """Garbage, half lines, lines of others, floods, silence and slow writing, many at a time, until told to stop."""
+    """Garbage, half lines, lines of others, floods and silence, many at a time, until told to stop."""
     rng, held = random.Random(seed), []
     line = signed_line(dataclasses.asdict(Entry(1, 2, host="stranger")), "guess")
     texts = [
