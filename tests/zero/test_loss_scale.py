@@ -105,6 +105,11 @@ def test_the_scale_goes_as_in_a_plain_loop(settings):
         np.testing.assert_array_equal(metrics["loss_scale"], [settings.initial, *expected[:-1, 0]])
 
 
+def test_numbers_of_numpy_are_numbers():
+    assert LossScale.of(np.float32(128)) == LossScale(initial=128, dynamic=False)
+    assert LossScale(window=np.int64(7)) == LossScale(window=7)
+
+
 def test_without_end_the_scale_stays_finite():
     settings = LossScale(window=1)
     grow = lambda state, _: (settings.after(state, jnp.bool_(True))[0], None)
@@ -127,6 +132,7 @@ def test_settings_win_over_a_state_that_others_left():
         ({"initial": 0.0}, "initial is 0.0; it must be a number above 0"),
         ({"initial": float("inf")}, "initial is inf"),
         ({"initial": True}, "initial is True"),
+        ({"dynamic": 1}, "dynamic is 1; it must be True or False"),
         ({"window": 0}, "window is 0; it must be a whole number from 1"),
         ({"hysteresis": 1.5}, "hysteresis is 1.5"),
         ({"minimum": 8.0, "initial": 4.0}, "initial is 4.0; it must be from minimum=8.0 to maximum="),

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zero2jax.base.checks import is_positive, is_whole
+
 
 class LossScaleError(RuntimeError):
     """Gradients were not finite although the loss scale was at its minimum: the run does not train."""
@@ -70,13 +72,17 @@ class LossScale:
     def __post_init__(self) -> None:
         for name in ("initial", "minimum", "maximum"):
             value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (number and 0 < value <= 2.0**100):
+            if not (is_positive(value) and value <= 2.0**100):
                 self._refuse(name, value, "a number above 0 and at most 2**100")
+            object.__setattr__(self, name, float(value))  # of NumPy, too: JSON holds it
         for name in ("window", "hysteresis"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+            if not (is_whole(value) and 1 <= value < 2**31):
                 self._refuse(name, value, "a whole number from 1 to 2**31 - 1")
+            object.__setattr__(self, name, int(value))
+        for name in ("dynamic", "consecutive_hysteresis"):
+            if not isinstance(getattr(self, name), bool):
+                self._refuse(name, getattr(self, name), "True or False")
         if self.at_minimum not in ("raise", "warn"):
             self._refuse("at_minimum", self.at_minimum, "'raise' or 'warn'")
         if self.dynamic and not self.minimum <= self.initial <= self.maximum:
