@@ -6,6 +6,7 @@ parameter, with Adam: 12/N bytes (fp32 master, two moments), nothing else. ZeRO,
 """
 
 import dataclasses
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -277,21 +278,26 @@ def _check_structure(state: TrainState, layout: Layout) -> None:
 def _check_devices(state: TrainState, layout: Layout, mesh: Mesh) -> None:
     for part in (state.params, state.opt_state):
         arrays = (x for x in jax.tree.leaves(part) if isinstance(x, jax.Array))
-        first = next(arrays, None)  # a part lies in one place
-        if first is None or isinstance(first, jax.core.Tracer):
-            continue
-        if first.sharding.memory_kind == HOST_MEMORY:
-            raise ValueError(
-                "reading the state: it waits in host memory, where engine.offload_state put it. Bring it back first: "
-                "state = engine.reload_state(state)."
-            )
-        there, here = first.sharding.device_set, replicated(mesh).device_set
-        if there != here and (layout.host is None or there != replicated(layout.host).device_set):
-            raise ValueError(
-                f"reading the state: it lies on {len(there)} devices and the mesh of this engine has "
-                f"{'other ones' if len(there) == len(here) else len(here)}. A state goes from mesh to mesh by a "
-                f"checkpoint: save it with its own engine's zero2jax.Checkpointer, and restore it with this one's."
-            )
+        # Without a host a part lies in one place, so that one leaf tells.
+        for x in itertools.islice(arrays, 1 if layout.host is None else None):
+            _check_device(x, layout, mesh)
+
+
+def _check_device(x: jax.Array, layout: Layout, mesh: Mesh) -> None:
+    if isinstance(x, jax.core.Tracer):
+        return
+    if x.sharding.memory_kind == HOST_MEMORY:
+        raise ValueError(
+            "reading the state: it waits in host memory, where engine.offload_state put it. Bring it back first: "
+            "state = engine.reload_state(state)."
+        )
+    there, here = x.sharding.device_set, replicated(mesh).device_set
+    if there != here and (layout.host is None or there != replicated(layout.host).device_set):
+        raise ValueError(
+            f"reading the state: it lies on {len(there)} devices and the mesh of this engine has "
+            f"{'other ones' if len(there) == len(here) else len(here)}. A state goes from mesh to mesh by a "
+            f"checkpoint: save it with its own engine's zero2jax.Checkpointer, and restore it with this one's."
+        )
 
 
 def _check_leaves(state: TrainState, layout: Layout) -> None:
