@@ -62,9 +62,6 @@ class ChunkedUpdate:
       shardings: of its results.
       complete: whether copies are made, and what belongs to no part: shared leaves of the state, the learning rate.
       options: for the compiler.
-
-    Attributes:
-      num_parts: how many there are.
     """
 
     def __init__(
@@ -77,7 +74,6 @@ class ChunkedUpdate:
         options: Mapping[str, Any],
     ):
         self._flat, self._shardings, self._complete = flat, shardings, complete
-        self.num_parts = len(split.parts)
         shared = [flat.num_params + j for j in split.shared]
         more = [*shared, *range(flat.copies_at + flat.num_params, flat.num_results)]
         self._parts: list[tuple[Part, _Program]] = []
@@ -132,8 +128,8 @@ class ChunkedUpdate:
                 values[at + i] = None
             if self._complete:
                 copies = [made[at + i] for i in part.params]
-                in_flight.append(copies)
                 sent = copies if up is None else up(part.params, copies)
+                in_flight.append(sent)  # there, so no longer in host memory
                 made |= {at + i: x for i, x in zip(part.params, sent, strict=True)}
             results |= made
         return results

@@ -1,7 +1,7 @@
 """The functions of an engine that offloads, jitted: stands in for `zero.compiled.Compiled`. Global arrays.
 
 A step: gradients on the devices; sums and scalars go down; the update, with masters and optimizer state donated; copies
-in the computed dtype come up. Nothing of it waits for numbers in Python.
+in the computed dtype come up. Python waits for none of it but, with several chunks, for the last but one to be up.
 """
 
 import dataclasses
