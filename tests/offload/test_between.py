@@ -48,6 +48,11 @@ def test_a_part_that_is_none_is_refused(engine):
         engine.offload_state(engine.init(make_params()), include=["grads"])
 
 
+def test_one_part_may_be_named_alone(engine):
+    away = engine.offload_state(engine.init(make_params()), "params")
+    assert (kinds(away.opt_state), kinds(away.params)) == ({"device"}, {"pinned_host"})
+
+
 def test_an_engine_that_offloads_moves_what_is_left_and_lets_its_copies_go():
     host = zero2jax.OffloadSettings(host_devices=tuple(jax.devices()[4:6]))
     engine = make_engine(2, offload=host, trainable=lambda path, leaf: path != "norm")

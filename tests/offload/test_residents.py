@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from helpers import assert_trees_close, make_batches, make_engine, make_params, train
+from helpers import assert_trees_close, make_batch, make_batches, make_engine, make_params, train
 
 import zero2jax
 from zero2jax.offload.host_memory import state_bytes, transfer_bytes
@@ -70,3 +70,18 @@ def test_an_optimizer_that_ties_all_leaves_together_has_no_half():
         engine_of(0.5, tx).abstract_state(make_params())
     with pytest.raises(ValueError, match="ratio is 0"):
         engine_of(0)
+    with pytest.raises(ValueError, match=r"ratio is '0\.5'"):
+        engine_of("0.5")
+    with pytest.raises(TypeError, match=r"offload is True; it is zero2jax\.OffloadSettings\(\)"):
+        make_engine(2, offload=True)
+
+
+def test_one_leaf_that_waits_on_the_host_is_noticed():
+    """Of an engine with leaves in both places, no leaf tells of the others."""
+    engine = engine_of(0.5)
+    state = engine.init(make_params())
+    leaves, treedef = jax.tree.flatten(state.params)
+    i = where(leaves).index("device")
+    leaves[i] = jax.device_put(leaves[i], leaves[i].sharding.with_memory_kind("pinned_host"))
+    with pytest.raises(ValueError, match="waits in host memory"):
+        engine.step(state._replace(params=treedef.unflatten(leaves)), make_batch())

@@ -21,6 +21,7 @@ def to_host(state: TrainState, layout: Layout, mesh: Mesh, include: Collection[s
     Raises:
       ValueError: there is no part of that name, or the devices have no such memory.
     """
+    include = [include] if isinstance(include, str) else include
     unknown = [name for name in include if name not in PARTS]
     if unknown:
         raise ValueError(

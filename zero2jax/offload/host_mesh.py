@@ -15,8 +15,14 @@ def host_mesh(mesh: Mesh, settings: OffloadSettings) -> Mesh:
     A mesh of CPU devices is its own, and so is one of devices that are only compiled for, if `settings` name no others.
 
     Raises:
+      TypeError: the settings are none.
       ValueError: a process has fewer CPU devices than devices in the mesh.
     """
+    if not isinstance(settings, OffloadSettings):
+        raise TypeError(
+            f"offloading to host memory: offload is {settings!r}; it is zero2jax.OffloadSettings(), with all of its "
+            f"defaults if need be, or None."
+        )
     local = mesh.local_devices or list(mesh.devices.flat)
     if settings.host_devices is None and (local[0].platform == "cpu" or not local[0].addressable_memories()):
         return mesh

@@ -4,6 +4,8 @@ import dataclasses
 
 import jax
 
+from zero2jax.base.checks import is_positive, is_whole
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadSettings:
@@ -32,12 +34,12 @@ class OffloadSettings:
     host_devices: tuple[jax.Device, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
+        if not (is_positive(self.ratio) and self.ratio <= 1):
             raise ValueError(
                 f"reading the offload settings: ratio is {self.ratio!r}; it lies above 0 and at most at 1. Without "
                 f"offloading, pass no settings."
             )
-        if not isinstance(self.chunk_bytes, int) or self.chunk_bytes < 1:
+        if not (is_whole(self.chunk_bytes) and self.chunk_bytes >= 1):
             raise ValueError(
                 f"reading the offload settings: chunk_bytes is {self.chunk_bytes!r}; it is a whole number of bytes, at "
                 f"least 1."
