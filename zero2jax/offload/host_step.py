@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from zero2jax.base.pytrees import PyTree
 from zero2jax.base.transformation import learning_rate
-from zero2jax.zero.prepare import chosen, for_optimizer, judged
+from zero2jax.zero.prepare import chosen, for_optimizer, judged, updated
 from zero2jax.zero.state import TrainState, pad, store_frozen, unpad
 from zero2jax.zero.step import Metrics, StepProgram
 
@@ -108,7 +108,9 @@ class HostStep:
         mean = on_host.mean_gradient(sums, handed.factor, old)
         grads = for_optimizer(mean, handed.grad_norm, program.settings)
         offered = {"value": handed.loss, "grad": mean}
-        new, new_state = on_host.updated(grads, old_state, old, handed.applied, extra_args, offered)
+        new, new_state = updated(
+            program.tx, grads, (old, old_state), handed.applied, extra_args, offered
+        )
         new = pad(new, layout.trained_params, home)
         return new, pad(new_state, layout.opt_state, home), self.copies(new), learning_rate(new_state)
 

@@ -1,5 +1,6 @@
-"""From the mean gradient to what the optimizer is given: norm, verdict, clipping. Global arrays of true shape."""
+"""From the mean gradient to the new state: norm, verdict, clipping, the update. Global arrays of true shape."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import optax
 
 from zero2jax.base.losses import WeightedSum
 from zero2jax.base.pytrees import PyTree
+from zero2jax.base.transformation import update
 from zero2jax.zero.gradient_settings import GradientSettings
 
 Metrics = dict[str, Any]
@@ -60,6 +62,27 @@ def for_optimizer(grads: PyTree, grad_norm: jax.Array, settings: GradientSetting
     keep = jnp.squeeze(grad_norm < limit)
     clip = lambda g: jax.lax.select(keep, g, (g / grad_norm.astype(g.dtype)) * limit)
     return jax.tree.map(clip, grads)
+
+
+def updated(
+    tx: optax.GradientTransformationExtraArgs,
+    grads: PyTree,
+    stored: tuple[PyTree, PyTree],
+    applied: jax.Array | None,
+    given: Mapping[str, Any],
+    offered: Mapping[str, Any],
+) -> tuple[PyTree, PyTree]:
+    """Trainable parameters and optimizer state after the update; as they were where it is not `applied`.
+
+    Args:
+      tx: the optimizer.
+      grads: as the optimizer gets them.
+      stored: parameters and optimizer state as they are stored; so are the results.
+      applied: whether the step counts; None for yes.
+      given: see `transformation.update`, like `offered`.
+    """
+    updates, opt_state = update(tx, grads, stored[1], stored[0], given=given, offered=offered)
+    return chosen(applied, (optax.apply_updates(stored[0], updates), opt_state), stored)  # type: ignore[no-any-return]
 
 
 def chosen(applied: jax.Array | None, new: PyTree, old: PyTree) -> PyTree:

@@ -21,11 +21,11 @@ from jax.sharding import PartitionSpec as P
 
 from zero2jax.base.losses import Loss, LossTerms, SliceContext, WeightedSum
 from zero2jax.base.pytrees import PyTree
-from zero2jax.base.transformation import learning_rate, update
+from zero2jax.base.transformation import learning_rate
 from zero2jax.zero.gradient_settings import GradientSettings
 from zero2jax.zero.gradients import Gradient, full_params, local_gradients, local_loss
 from zero2jax.zero.loss_scale import LossScaleState
-from zero2jax.zero.prepare import chosen, prepared
+from zero2jax.zero.prepare import chosen, prepared, updated
 from zero2jax.zero.state import Layout, TrainState, merge, pad, store_frozen, unpad
 
 Metrics = dict[str, Any]
@@ -72,7 +72,8 @@ class StepProgram:
             "obj_fn": value_fn,
             "grad_fn": lambda trained, *_: jax.grad(value_fn)(trained),
         }
-        new_trained, opt_state = self.updated(grads, old_opt_state, trained, applied, extra_args, offered)
+        stored = trained, old_opt_state
+        new_trained, opt_state = updated(self.tx, grads, stored, applied, extra_args, offered)
         frozen = chosen(applied, store_frozen(params, totals.frozen, layout), params)
         new_params = merge(new_trained, frozen, layout.trainable)
         loss_scale, scale_metrics = self.next_scale(state, metrics["applied"])
@@ -85,20 +86,6 @@ class StepProgram:
         )
         # None where the state shows none
         return new_state, metrics | scale_metrics | {"learning_rate": learning_rate(opt_state)}
-
-    def updated(
-        self,
-        grads: PyTree,
-        opt_state: PyTree,
-        trained: PyTree,
-        applied: jax.Array | None,
-        given: Mapping[str, Any],
-        offered: Mapping[str, Any],
-    ) -> tuple[PyTree, PyTree]:
-        """Trainable parameters and optimizer state after the update; as they were where it is not `applied`."""
-        updates, new_state = update(self.tx, grads, opt_state, trained, given=given, offered=offered)
-        new = optax.apply_updates(trained, updates), new_state
-        return chosen(applied, new, (trained, opt_state))  # type: ignore[no-any-return]
 
     def next_scale(self, state: TrainState, applied: jax.Array) -> tuple[LossScaleState | None, Metrics]:
         """The loss scale after a step, and its metrics, where there is one."""
