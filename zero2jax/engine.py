@@ -352,7 +352,7 @@ class Engine:
         return means.loss if means.aux is None else (means.loss, means.aux)
 
     def params(self, state: TrainState) -> PyTree:
-        """Full parameters on every device, fp32 masters at their true shapes, gathered a layer at a time."""
+        """Full parameters on every device, masters as stored, at their true shapes, gathered a layer at a time."""
         state = place_state(state, self.layout, self.mesh)
         with self._running(is_traced(state)):
             return self._settled(self._compiled.params(state.params))

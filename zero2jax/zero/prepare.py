@@ -11,6 +11,8 @@ from zero2jax.base.losses import WeightedSum
 from zero2jax.base.pytrees import PyTree
 from zero2jax.base.transformation import update
 from zero2jax.zero.gradient_settings import GradientSettings
+from zero2jax.zero.rounding import rounded, widened, widened_state
+from zero2jax.zero.state import Layout
 
 Metrics = dict[str, Any]
 
@@ -66,9 +68,11 @@ def for_optimizer(grads: PyTree, grad_norm: jax.Array, settings: GradientSetting
 
 def updated(
     tx: optax.GradientTransformationExtraArgs,
+    layout: Layout,
     grads: PyTree,
     stored: tuple[PyTree, PyTree],
     applied: jax.Array | None,
+    key: jax.Array | None,
     given: Mapping[str, Any],
     offered: Mapping[str, Any],
 ) -> tuple[PyTree, PyTree]:
@@ -76,13 +80,17 @@ def updated(
 
     Args:
       tx: the optimizer.
+      layout: how the state is stored.
       grads: as the optimizer gets them.
       stored: parameters and optimizer state as they are stored; so are the results.
       applied: whether the step counts; None for yes.
+      key: data of the key of the step's stochastic rounding; None rounds to nearest.
       given: see `transformation.update`, like `offered`.
     """
-    updates, opt_state = update(tx, grads, stored[1], stored[0], given=given, offered=offered)
-    return chosen(applied, (optax.apply_updates(stored[0], updates), opt_state), stored)  # type: ignore[no-any-return]
+    seen = widened(stored[0]), widened_state(stored[1], layout.narrow_state)
+    updates, opt_state = update(tx, grads, seen[1], seen[0], given=given, offered=offered)
+    new = optax.apply_updates(seen[0], updates), opt_state
+    return chosen(applied, rounded(new, seen, stored, key), stored)  # type: ignore[no-any-return]
 
 
 def chosen(applied: jax.Array | None, new: PyTree, old: PyTree) -> PyTree:

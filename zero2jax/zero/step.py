@@ -25,7 +25,9 @@ from zero2jax.base.transformation import learning_rate
 from zero2jax.zero.gradient_settings import GradientSettings
 from zero2jax.zero.gradients import Gradient, full_params, local_gradients, local_loss
 from zero2jax.zero.loss_scale import LossScaleState
+from zero2jax.zero.precision import wide_dtype
 from zero2jax.zero.prepare import chosen, prepared, updated
+from zero2jax.zero.rounding import rounding_key
 from zero2jax.zero.state import Layout, TrainState, merge, pad, store_frozen, unpad
 
 Metrics = dict[str, Any]
@@ -72,8 +74,8 @@ class StepProgram:
             "obj_fn": value_fn,
             "grad_fn": lambda trained, *_: jax.grad(value_fn)(trained),
         }
-        stored = trained, old_opt_state
-        new_trained, opt_state = updated(self.tx, grads, stored, applied, extra_args, offered)
+        stored, key = (trained, old_opt_state), self.rounding(state)
+        new_trained, opt_state = updated(self.tx, layout, grads, stored, applied, key, extra_args, offered)
         frozen = chosen(applied, store_frozen(params, totals.frozen, layout), params)
         new_params = merge(new_trained, frozen, layout.trainable)
         loss_scale, scale_metrics = self.next_scale(state, metrics["applied"])
@@ -86,6 +88,12 @@ class StepProgram:
         )
         # None where the state shows none
         return new_state, metrics | scale_metrics | {"learning_rate": learning_rate(opt_state)}
+
+    def rounding(self, state: TrainState) -> jax.Array | None:
+        """Data of the key by which a step rounds stochastically, if it does."""
+        if not self.settings.precision.rounds_at_random:
+            return None
+        return rounding_key(state.rng, state.step)
 
     def next_scale(self, state: TrainState, applied: jax.Array) -> tuple[LossScaleState | None, Metrics]:
         """The loss scale after a step, and its metrics, where there is one."""
@@ -171,9 +179,10 @@ class StepProgram:
         return totals.inverse_weight if scale is None else 1 / scale
 
     def mean_gradient(self, grads: list[jax.Array], factor: jax.Array, like: PyTree) -> PyTree:
-        """Gradient shards times `factor`, at master dtypes and true shapes, as the optimizer sees the gradient."""
+        """Gradient shards times `factor`, at true shapes and in fp32 or wider, as the optimizer sees the gradient."""
         plan = self.layout.trained_params
         grads = unpad(plan.treedef.unflatten(grads), plan, self.mesh)
         # A constant would be multiplied with the optimizer's own: other bits than where the host is handed the factor.
         factor = jax.lax.optimization_barrier(factor)
-        return jax.tree.map(lambda g, p: g.astype(p.dtype) * factor.astype(p.dtype), grads, like)
+        dtypes = jax.tree.map(lambda p: wide_dtype(p.dtype), like)
+        return jax.tree.map(lambda g, dtype: g.astype(dtype) * factor.astype(dtype), grads, dtypes)
