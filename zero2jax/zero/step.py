@@ -23,8 +23,9 @@ from zero2jax.base.losses import Loss, LossTerms, SliceContext, WeightedSum
 from zero2jax.base.pytrees import PyTree
 from zero2jax.base.transformation import learning_rate
 from zero2jax.zero.gradient_settings import GradientSettings
-from zero2jax.zero.gradients import Gradient, full_params, local_gradients, local_loss
+from zero2jax.zero.gradients import full_params, local_gradients, local_loss
 from zero2jax.zero.loss_scale import LossScaleState
+from zero2jax.zero.microbatches import Gradient
 from zero2jax.zero.precision import wide_dtype
 from zero2jax.zero.prepare import chosen, prepared, updated
 from zero2jax.zero.rounding import rounding_key
