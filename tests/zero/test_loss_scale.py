@@ -209,6 +209,25 @@ def test_fp16_trains_as_fp32_does(loss_fn, stage):
     assert abs(results["fp32"][1] - results["fp16"][1]) < 5e-3
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_accumulated_in_float16_weights_do_not_count_against_its_range(stage):
+    """Weights of 1e5 in the second and third microbatch of each device, and none in the first and last."""
+    weight = np.float32(1e5) * np.isin(np.arange(48) % 16 // 4, (1, 2)) * (1 + BATCH["y"])
+
+    def heavy_loss(params, batch):
+        return loss(params, batch), {"weight": jnp.mean(batch["weight"])}
+
+    results = []
+    for precision in ("fp32", zero2jax.Precision("fp16", accumulate_dtype="fp16")):
+        engine = engine_of(stage, 3, heavy_loss, precision=precision, num_microbatches=4, loss_scale=2.0**8)
+        _, metrics = engine.step(engine.init(PARAMS), {**BATCH, "weight": weight})
+        assert bool(metrics["applied"])
+        mean = np.sum(weight) / 48 * 12  # over the slices, of which there are twelve
+        np.testing.assert_allclose(metrics["weight"], mean, rtol=1e-5)
+        results.append((metrics["grad_norm"], metrics["loss"]))
+    np.testing.assert_allclose(*results, rtol=5e-3)
+
+
 def test_gradients_travel_in_float16_and_leaves_kept_in_fp32_do_not():
     precision = zero2jax.Precision("fp16", keep_fp32=lambda path, leaf: path == "v")
     engine = engine_of(2, 3, precision=precision)

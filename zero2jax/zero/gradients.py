@@ -119,7 +119,8 @@ def _scaled(
     value, terms = result
     if rng.loss_scale is None:
         return result
-    return value * (rng.loss_scale / settings.mean_weight(terms)).astype(value.dtype), terms
+    weight = settings.mean_weight(terms)
+    return value * (rng.loss_scale / jnp.where(weight == 0, 1, weight)).astype(value.dtype), terms
 
 
 def local_loss(

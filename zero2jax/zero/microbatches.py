@@ -2,10 +2,13 @@
 
 In: the gradient of a slice of this device's batch as a function, and the batch. Out: the sum over its K slices. The
 loop is one `jax.lax.scan`, so that a gradient is added where it was made and no two exist; with sums in a fixed order,
-one for each level of a tree.
+one for each level of a tree. With a loss scale it is a running mean over the weight, since a sum of weights, times the
+scale, would leave the range of an accumulator in float16.
 """
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +28,10 @@ def over_microbatches(
     batch: PyTree,
     rng: SliceContext,
 ) -> Gradient:
-    """The sum of `gradient(microbatch, its key)`, arrays of `shapes`; if K > 1, a loop in the accumulation dtype."""
+    """The sum of `gradient(microbatch, its key)`, arrays of `shapes`; if K > 1, a loop in the accumulation dtype.
+
+    With a loss scale each is a mean over its weight, and so is what comes out.
+    """
     num = settings.step.num_microbatches
     first = jax.lax.axis_index(settings.axes.names) * num
     if num == 1:
@@ -41,18 +47,13 @@ def over_microbatches(
     def of_microbatch(i: jax.Array) -> Gradient:
         part = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), slices)
         grads, terms = gradient(part, rng._replace(slice_index=first + i))
-        grads = [g.astype(dtype) for g, dtype in zip(grads, dtypes, strict=True)]
-        if rng.loss_scale is not None:  # each is a mean
-            grads = [g * settings.mean_weight(terms).astype(g.dtype) for g in grads]
-        return grads, terms
+        return [g.astype(dtype) for g, dtype in zip(grads, dtypes, strict=True)], terms
 
+    looped = _summed if rng.loss_scale is None else functools.partial(_averaged, settings)
     total: Callable[[jax.Array], Gradient] = of_microbatch
     for length, stride in _loops(num, in_order=settings.precision.fp32_sum):
-        total = _looped(total, length, stride, zeros)
-    grads, terms = total(jnp.int32(0))
-    if rng.loss_scale is not None:
-        grads = [g / settings.mean_weight(terms).astype(g.dtype) for g in grads]
-    return grads, terms
+        total = looped(total, length, stride, zeros)
+    return total(jnp.int32(0))
 
 
 def _loops(num: int, *, in_order: bool) -> list[tuple[int, int]]:
@@ -68,7 +69,7 @@ def _loops(num: int, *, in_order: bool) -> list[tuple[int, int]]:
     return [*loops, (num, 1)] if num > 1 else loops
 
 
-def _looped(
+def _summed(
     gradient: Callable[[jax.Array], Gradient], length: int, stride: int, zeros: list[jax.Array]
 ) -> Callable[[jax.Array], Gradient]:
     """The sum of `gradient(base + i * stride)` over i < length, as a function of `base`."""
@@ -79,6 +80,38 @@ def _looped(
             return [t + g for t, g in zip(total, grads, strict=True)], terms
 
         grads, stacked = jax.lax.scan(step, zeros, jnp.arange(length, dtype=jnp.int32))
+        return grads, stacked.over_microbatches()
+
+    return total
+
+
+def _averaged(
+    settings: GradientSettings,
+    gradient: Callable[[jax.Array], Gradient],
+    length: int,
+    stride: int,
+    zeros: list[jax.Array],
+) -> Callable[[jax.Array], Gradient]:
+    """As `_summed`, the mean by weight of what are means themselves: each enters by its part of the weight so far."""
+    wide = jax.dtypes.canonicalize_dtype(jnp.float64)  # a weight is of 32 bits at least
+
+    def total(base: jax.Array) -> Gradient:
+        def step(before: tuple[list[jax.Array], jax.Array], i: jax.Array) -> tuple[Any, WeightedSum]:
+            (mean, weight), (grads, terms) = before, gradient(base + i * stride)
+            own = settings.mean_weight(terms).astype(wide)
+            both = weight + own
+            parts = [w / jnp.where(both == 0, 1, both) for w in (weight, own)]
+
+            def joined(*pair: jax.Array) -> jax.Array:
+                dtype = jnp.promote_types(pair[0].dtype, jnp.float32)
+                addends = [x.astype(dtype) * part.astype(dtype) for x, part in zip(pair, parts, strict=True)]
+                return (addends[0] + addends[1]).astype(pair[0].dtype)
+
+            return ([joined(*pair) for pair in zip(mean, grads, strict=True)], both), terms
+
+        (grads, _), stacked = jax.lax.scan(
+            step, (zeros, jnp.zeros((), wide)), jnp.arange(length, dtype=jnp.int32)
+        )
         return grads, stacked.over_microbatches()
 
     return total
