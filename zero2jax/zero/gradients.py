@@ -183,6 +183,7 @@ def _over_groups(settings: GradientSettings, grads: list[jax.Array]) -> list[jax
         return grads
 
     def over_groups(use: Use, x: jax.Array) -> jax.Array:
+        x = x.astype(use.grad_dtype) if use.in_order else x
         if use.dim is None or not settings.axes.rest_over_replicas:
             return (collectives.sum_in_order if use.in_order else collectives.psum)(x, replica, use.placement)
         scatter = collectives.scatter_in_order if use.in_order else collectives.psum_scatter

@@ -125,12 +125,21 @@ class StepProgram:
             sums, totals = self.gradients(at, batch, loss_args)
             return totals.mean().loss, self.mean_gradient(sums, self.factor(at, totals), trained)
 
+        def judged_by_nobody(trained: PyTree) -> tuple[jax.Array, PyTree]:
+            if (scaler := self.settings.step.loss_scale) is None:
+                return with_gradient(trained)
+            raise ValueError(
+                f"updating by the optimizer: it asks for the gradient at other parameters than the step's own, as line "
+                f"searches do, and would not notice if one overflowed at the loss scale ({scaler.words}). Compute in "
+                f"bf16 or fp32, without a loss scale, or take another optimizer."
+            )
+
         @jax.custom_vjp
         def value_fn(trained: PyTree) -> jax.Array:
             return with_gradient(trained)[0]  # the compiler drops what makes the gradient
 
         scaled = lambda grads, dy: (jax.tree.map(lambda g: g * dy.astype(g.dtype), grads),)
-        value_fn.defvjp(with_gradient, scaled)
+        value_fn.defvjp(judged_by_nobody, scaled)
         return value_fn
 
     def evaluate(self, state: TrainState, batch: PyTree, loss_args: Mapping[str, PyTree]) -> LossTerms:
