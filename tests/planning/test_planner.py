@@ -425,3 +425,23 @@ def test_every_target_compiles_the_tiny_example(name):
     assert 0 < report.exposed_bytes <= report.communication_bytes
     # cuBLAS's workspace on the oldest card is large beside this model
     assert report.lifetimes.peak.total_bytes == pytest.approx(report.total_bytes, rel=0.15)
+
+
+def test_notes_name_the_parameters_that_stage_3_holds_until_backward():
+    """A loop that saves the transpose of a large parameter for backward, and the same loop in a jax.checkpoint."""
+
+    def transposes(w, x):
+        return jax.lax.scan(lambda y, _: (jnp.tanh(y @ w.T), None), x, length=2)[0]
+
+    def notes(apply):
+        loss = lambda p, x: jnp.mean(apply(p["w"], x))
+        params, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(320, 320), (16, 320)])
+        config = FP32 | {"zero_optimization": {"stage": 3}}
+        report = zero2jax.plan(
+            loss, {"w": params}, x, tx=optax.sgd(0.1), config=config, axes={"data": N}, target="cpu"
+        )
+        return [note for note in report.notes if "stage 3 holds parameter 'w' until backward" in note]
+
+    (note,) = notes(transposes)
+    assert note.endswith("Put a jax.checkpoint around that operation, whose backward pass then repeats it.")
+    assert not notes(jax.checkpoint(transposes))
