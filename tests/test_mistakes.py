@@ -162,7 +162,9 @@ def test_a_donated_state_is_named_where_its_bytes_are_counted(engine):
 
 def test_keys_and_counters_among_the_parameters_are_named_with_the_way_to_freeze_them():
     params = nnx.split(dropout())[1]
-    with pytest.raises(ValueError, match=r"'layers/1/rngs/count/value' \(uint32.*Freeze these with trainable="):
+    with pytest.raises(
+        ValueError, match=r"'layers/1/rngs/count/value' \(uint32.*Freeze these with trainable="
+    ):
         make().init(params)
 
 
