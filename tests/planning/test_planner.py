@@ -165,6 +165,21 @@ def test_rates_give_exposed_bytes():
     wire = sum(c.wire_bytes * c.trips for c in report.audit.collectives)
     assert report.timeline.exposed_s == pytest.approx(wire / 1e8)
     assert "across hosts" in str(report)
+    assert report.timeline_with_memory is report.as_dict()["with_memory"] is None
+
+
+def test_memory_bound_work_takes_time_where_the_memory_has_a_rate():
+    slow = dataclasses.replace(TARGETS["cpu"], peak_flops=1e12, memory_bytes_per_s=1e9)
+    report = make_plan(target=slow, in_node_bytes_per_s=1e9, across_bytes_per_s=1e8)
+    found = report.as_dict()
+    assert found["hidden_share"] == found["with_memory"]["hidden_share"] == 0  # synchronous on a CPU
+    # the update alone reads and writes both moments and the masters
+    assert (
+        found["with_memory"]["step_s"] - found["with_memory"]["exposed_s"]
+        > 6 * (P // N) / 1e9
+        > found["compute_s"]
+    )
+    assert "with memory-bound work 0% of the time of collectives is hidden" in str(report)
 
 
 RATES = dataclasses.replace(
