@@ -460,3 +460,37 @@ def test_notes_name_the_parameters_that_stage_3_holds_until_backward():
     (note,) = notes(transposes)
     assert note.endswith("Put a jax.checkpoint around that operation, whose backward pass then repeats it.")
     assert not notes(jax.checkpoint(transposes))
+
+
+@needs_compiler
+@pytest.mark.cuda_compiler
+def test_gathers_start_early_on_gpus_unless_overlap_is_switched_off():
+    """Three products a layer, which can be gathered beside those of the layer before: nothing more is moved."""
+
+    @jax.checkpoint
+    def layer(x, w):
+        for i in range(3):
+            x = jnp.tanh(x @ w[i])
+        return x, None
+
+    loss = lambda p, x: jnp.mean(
+        jax.lax.scan(layer, x.astype(jnp.bfloat16), p["layers"])[0].astype(jnp.float32)
+    )
+    params = {"layers": jax.ShapeDtypeStruct((4, 3, 1024, 1024), jnp.float32)}
+    batch, config = jax.ShapeDtypeStruct((8 * 4096, 1024), jnp.float32), {"bf16": {"enabled": True}}
+    found = {}
+    for overlap in (True, False):
+        zero = {"stage": 3, "overlap_comm": overlap}
+        report = zero2jax.plan(
+            loss,
+            params,
+            batch,
+            tx=optax.sgd(0.1),
+            config=config | {"zero_optimization": zero},
+            axes={"data": 8},
+            target="h200",
+        )
+        found[overlap] = report
+    early, late = found[True], found[False]
+    assert by_kind(early) == by_kind(late)
+    assert early.timeline.exposed_s < 0.7 * late.timeline.exposed_s
