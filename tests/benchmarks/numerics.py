@@ -2,6 +2,8 @@
 
     python tests/benchmarks/numerics.py [--steps 20] [--only differences] [--dtype bf16] [--nums 2 4]
 
+`JAX_DISABLE_MOST_OPTIMIZATIONS=1` makes it three times as fast on a CPU, without LLVM's fused multiply-adds.
+
 Three parts: `differences` (stage x dtype x N), `invariance` (over N) and `mean` (of 64 devices). Simulated CPU devices,
 the NNX GPT of the example (2 layers, width 32), AdamW. Both sides compute in the same dtype over fp32 masters. A figure
 is the largest difference of a parameter over the largest entry of its leaf.
@@ -94,10 +96,11 @@ def print_differences(num_steps: int, dtypes: list[str], nums: list[int]) -> Non
     print("|---" * (len(nums) + 3) + "|")
     for dtype in dtypes:
         expected = unsharded(dtype, num_steps)
-        found = {stage: [in_shards(dtype, num_steps, num, stage) for num in nums] for stage in range(4)}
-        for stage, of_nums in found.items():
+        of_stage_2 = [in_shards(dtype, num_steps, num, 2) for num in nums]
+        for stage in range(4):
+            of_nums = of_stage_2 if stage == 2 else [in_shards(dtype, num_steps, num, stage) for num in nums]
             cells = [f"{difference(params, expected):.1e}" for params in of_nums]
-            same = all(difference(*pair) == 0 for pair in zip(of_nums, found[2], strict=True))
+            same = all(difference(*pair) == 0 for pair in zip(of_nums, of_stage_2, strict=True))
             print(f"| {dtype} | {stage} | {' | '.join(cells)} | {'yes' if same else 'no'} |", flush=True)
 
 
