@@ -170,7 +170,7 @@ class Engine:
         )
         self._compiler_options = compiler_options
         self._functions: Compiled | None = None
-        self._watch = ExhaustionWatch(self.settings.loss_scale)
+        self.overflow_watch = ExhaustionWatch(self.settings.loss_scale)
         self._profile: tuple[Compiled, ActivationProfile] | None = None
 
     @property
@@ -279,7 +279,7 @@ class Engine:
             opt_state = make_opt_state(self.tx, placed, self.layout, self.mesh)
             first = functools.partial(self.layout.first_scalars, self.settings.seed)
             step, rng, loss_scale = jax.jit(first, out_shardings=abstract.step.sharding)()
-        self._watch.forget()
+        self.overflow_watch.forget()
         return TrainState(step=step, params=placed, opt_state=opt_state, rng=rng, loss_scale=loss_scale)
 
     def step(
@@ -320,13 +320,13 @@ class Engine:
         compiled, traced = self._compiled, is_traced(args)
         with self._running(traced):
             if not traced:
-                self._watch.check()
+                self.overflow_watch.check()
             if not compiled.compared and spans_processes(self.mesh) and not traced:
                 expect_same_step(compiled.programs(*args))
                 compiled.compared = True
             state, metrics = (compiled.step_inside if traced else compiled.step)(*args)
         if not traced:
-            self._watch.note(metrics)
+            self.overflow_watch.note(metrics)
         # said here: inside the step, jax_debug_nans would stumble over it
         if metrics["learning_rate"] is None:
             metrics["learning_rate"] = np.float32(np.nan)
@@ -352,7 +352,7 @@ class Engine:
         return means.loss if means.aux is None else (means.loss, means.aux)
 
     def params(self, state: TrainState) -> PyTree:
-        """Full parameters on every device, fp32 masters at their true shapes, gathered a layer at a time."""
+        """Full parameters on every device, masters as stored, at their true shapes, gathered a layer at a time."""
         state = place_state(state, self.layout, self.mesh)
         with self._running(is_traced(state)):
             return self._settled(self._compiled.params(state.params))

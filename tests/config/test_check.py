@@ -201,11 +201,16 @@ def test_the_exit_code_says_whether_the_file_trains(tmp_path, capsys, raw, code,
 
 EVERYTHING = {
     "train_batch_size": 17,
-    "fp16": {"enabled": True, "foo": 1, "fp16_master_weights_and_grads": True},
+    "fp16": {"enabled": True, "foo": 1},
     "amp": {"enabled": True},
     "prescale_gradients": True,
     "activation_checkpointing": {"policy": "nonesuch"},
-    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}, "mics_shard_size": 3},
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "nvme"},
+        "mics_shard_size": 3,
+        "ignore_unused_parameters": False,
+    },
     "optimizer": {"type": "Adam", "params": {"lr": "auto"}},
     "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
 }
@@ -225,7 +230,7 @@ def test_everything_that_is_wrong_comes_in_one_round(tmp_path, capsys):
 REASONS = {
     "errors": ["fp16.foo", "prescale_gradients", "activation_checkpointing.policy"],
     "refused": ["amp", "zero_optimization.mics_shard_size", "train_batch_size"],
-    "not_yet": ["fp16.fp16_master_weights_and_grads", "zero_optimization.offload_optimizer.device"],
+    "not_yet": ["zero_optimization.ignore_unused_parameters", "zero_optimization.offload_optimizer.device"],
     "to_fill": ["scheduler.params.total_num_steps"],
 }
 

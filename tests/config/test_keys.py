@@ -12,6 +12,7 @@ FROZEN = {
         train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer.type
         scheduler.type gradient_clipping communication_data_type bf16.enabled
         bf16.check_grad_overflow gradient_allreduce_op
+        bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states fp16.fp16_master_weights_and_grads
         fp16.enabled fp16.loss_scale fp16.initial_scale_power fp16.loss_scale_window
         fp16.hysteresis fp16.consecutive_hysteresis fp16.min_loss_scale
         data_types.grad_accum_dtype data_types.param_dtype tensor_parallel zero_optimization.stage
@@ -54,7 +55,6 @@ FROZEN = {
         data_parallel_size nebula datastates_ckpt autotuning pipeline
     """,
     Treatment.NOT_YET: """
-        fp16.fp16_master_weights_and_grads
         zero_optimization.offload_optimizer.nvme_path
         zero_optimization.offload_optimizer.buffer_count
         zero_optimization.offload_optimizer.pipeline_read
@@ -67,7 +67,6 @@ FROZEN = {
         zero_optimization.zero_quantized_weights
         zero_optimization.zero_quantized_nontrainable_weights
         zero_optimization.zero_quantized_gradients zero_optimization.zeropp_loco_param
-        bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
         wall_clock_breakdown memory_breakdown dump_state
         flops_profiler.enabled flops_profiler.recompute_fwd_factor flops_profiler.profile_step
         flops_profiler.module_depth flops_profiler.top_modules flops_profiler.detailed

@@ -218,10 +218,6 @@ def test_ignored_keys_are_named_once():
             zero(stage=3, offload_optimizer={"device": "cpu", "super_offload": True, "nvme_path": "/x"}),
             "zero_optimization.offload_optimizer.super_offload",
         ),
-        (
-            {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
-            "fp16.fp16_master_weights_and_grads",
-        ),
         (zero(stage=2, offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer.device"),
         (zero(stage=3, zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
         (zero(stage=2, ignore_unused_parameters=False), "zero_optimization.ignore_unused_parameters"),
@@ -230,7 +226,6 @@ def test_ignored_keys_are_named_once():
         ({"wandb": {"enabled": True}}, "wandb.enabled"),
         ({"flops_profiler": {"enabled": True, "profile_step": 3}}, "flops_profiler.enabled"),
         ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
-        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
     ],
 )
 def test_not_yet_names_the_switch_only(raw, path):

@@ -129,6 +129,26 @@ def test_the_fp16_block_becomes_a_loss_scale():
     assert (words["loss scale"], words["non-finite gradients"]) == ("static 128", "the step is skipped")
 
 
+def test_masters_and_moments_of_16_bits_are_asked_for_by_their_switches():
+    def precision(**raw):
+        return translate(read_config(raw), shards_from="").step.precision
+
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True}
+    assert precision(bf16=bf16) == Precision("bf16", accumulate_dtype="bf16", master_dtype="bf16")
+    both = precision(bf16={**bf16, "bf16_optimizer_states": True}, data_types={"grad_accum_dtype": "fp32"})
+    assert both == Precision("bf16", master_dtype="bf16", state_dtype="bf16")
+    fp16 = {"enabled": True, "fp16_master_weights_and_grads": True}
+    assert precision(fp16=fp16) == Precision("fp16", accumulate_dtype="fp16", master_dtype="fp16")
+    off = {"enabled": False, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    assert precision(bf16=off) == Precision("fp32")
+    raw = {"train_batch_size": 8, "bf16": {**bf16, "bf16_optimizer_states": True}}
+    words = check_config(read_config(raw)).effective
+    assert words["masters"] == words["optimizer state"] == "bf16, rounded stochastically"
+    rule = r"bf16\.bf16_optimizer_states = true: bf16 optimizer states need bf16 masters, as in DeepSpeed"
+    with pytest.raises(ConfigError, match=rule):
+        read_config({"bf16": {"enabled": True, "bf16_optimizer_states": True}})
+
+
 def test_no_configuration_means_the_default_one():
     mesh = zero2jax.make_mesh(data=2)
     engine = zero2jax.initialize(lambda params, batch: jnp.mean(batch), optax.sgd(0.1), mesh=mesh)

@@ -228,6 +228,7 @@ class Checkpointer:
             raise DamagedError(f"{error} {self._way_back(int(folder.name))}") from error
         self._at_hand = int(folder.name) if into is None else None
         state = restored_state(layout.abstract_state(mesh), restored)
+        engine.overflow_watch.forget()
         return _with_its_numbers(str(folder), engine, state, leaves, taken), extra
 
     def info(self, step: int | None = None) -> dict[str, Any]:

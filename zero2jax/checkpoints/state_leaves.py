@@ -22,6 +22,7 @@ from zero2jax.base.pytrees import path_string
 from zero2jax.base.transformation import kept_numbers
 from zero2jax.base.versions import installed_version
 from zero2jax.checkpoints.format import Box, Checkpoint, CheckpointError, SavedLeaf, cut_into_blocks, part_of
+from zero2jax.zero.rounding import widened
 from zero2jax.zero.state import Layout, TrainState, unpad
 
 _HOST_BYTES = 256 * 2**20  # of the shards of one leaf that wait on the host at a time
@@ -245,7 +246,7 @@ def first_numbers(
     if not kept_numbers(state.opt_state):
         return {}
     home = layout.host or mesh
-    init = lambda trained: kept_numbers(tx.init(unpad(trained, layout.trained_params, home)))
+    init = lambda trained: kept_numbers(tx.init(widened(unpad(trained, layout.trained_params, home))))
     trained, treedef = jax.tree.flatten(layout.trained(state.params))
     trained = moved(trained, jax.tree.leaves(layout.trained_params.shardings(home)))
     numbers = jax.jit(init, out_shardings=replicated(home))(jax.tree.unflatten(treedef, trained))

@@ -25,6 +25,7 @@ from zero2jax.config.rules import (
 from zero2jax.config.schema import FP16, ActivationCheckpointing, Config
 from zero2jax.config.translate import DTYPES, EngineSettings, activations_of, batch_of, translate
 from zero2jax.config.values import ConfigError, Report, shown
+from zero2jax.zero.precision import Precision
 
 # Wider than any model: shows the bucket sizes as the file has them.
 _NO_CAP = 1 << 62
@@ -215,6 +216,9 @@ def _effective(settings: EngineSettings, num_devices: int | None) -> dict[str, s
         "learning rate": _block(config.scheduler, "constant"),
         "activations": _activations(settings.activations),
     }
+    if step.precision.master_dtype != jnp.float32:
+        effective["masters"] = _stored(step.precision, "master_dtype")
+        effective["optimizer state"] = _stored(step.precision, "state_dtype")
     if settings.offload is not None:
         effective["masters and optimizer state"] = (
             f"{settings.offload.ratio:.0%} in host memory, updated on the host's CPU"
@@ -231,6 +235,11 @@ def _effective(settings: EngineSettings, num_devices: int | None) -> dict[str, s
         at_most = "at most the model, " if name.endswith("_bytes") else ""
         effective[f"on GPUs: {name}"] = f"{at_most}{shown(value)}"
     return effective
+
+
+def _stored(precision: Precision, name: str) -> str:
+    dtype = _WORDS[getattr(precision, name).name]
+    return f"{dtype}, rounded stochastically" if dtype == "bf16" and precision.rounds_at_random else dtype
 
 
 def _batch(settings: EngineSettings, num_devices: int | None) -> str:

@@ -89,6 +89,11 @@ def _refused(config: Config, report: Report) -> None:
 def _precision_rules(config: Config, report: Report) -> None:
     if config.fp16.enabled and config.bf16.enabled:
         report.error("bf16.enabled", True, "fp16 and bf16 exclude each other", "Switch one of them off.")
+    half = config.bf16
+    if half.enabled and half.bf16_optimizer_states and not half.bf16_master_weights_and_grads:
+        rule = "bf16 optimizer states need bf16 masters, as in DeepSpeed"
+        way_out = "Switch bf16.bf16_master_weights_and_grads on, too."
+        report.error("bf16.bf16_optimizer_states", True, rule, way_out)
     mode = config.compute_dtype
     wanted = config.data_types.param_dtype
     if wanted not in (None, mode) and report.sound("fp16.enabled", "bf16.enabled"):

@@ -139,7 +139,7 @@ class FP16:
 
 @dataclass(frozen=True, kw_only=True)
 class BF16:
-    """`bf16`: 16-bit compute over fp32 masters, no loss scale."""
+    """`bf16`: 16-bit compute over fp32 masters or bf16 ones, no loss scale."""
 
     enabled: bool = setting(False, boolean())
     immediate_grad_update: bool = setting(False, boolean())
@@ -150,7 +150,7 @@ class BF16:
 
 @dataclass(frozen=True, kw_only=True)
 class DataTypes:
-    """`data_types`; null `grad_accum_dtype` is fp32 here."""
+    """`data_types`; null `grad_accum_dtype` is that of the masters."""
 
     grad_accum_dtype: str | None = setting(None, _DTYPE)
     param_dtype: str | None = setting(None, _DTYPE)

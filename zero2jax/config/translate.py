@@ -84,6 +84,7 @@ def translate(
         axes = dataclasses.replace(axes, rest_over_replicas=True)
     batch_size, num_microbatches = batch_of(config, num_batch_shards, shards_from)
     reduced, accumulated = config.communication_data_type, config.data_types.grad_accum_dtype
+    masters = _masters(config)
     step = StepSettings(
         stage=zero.stage,
         num_microbatches=num_microbatches,
@@ -91,8 +92,12 @@ def translate(
         precision=Precision(
             compute_dtype=DTYPES[config.compute_dtype],
             reduce_dtype=None if reduced is None else DTYPES[reduced],
-            accumulate_dtype=DTYPES[accumulated or "fp32"],
+            accumulate_dtype=DTYPES[accumulated or masters],
             keep_fp32=keep_fp32,
+            master_dtype=DTYPES[masters],
+            state_dtype=DTYPES[
+                "bf16" if config.bf16.enabled and config.bf16.bf16_optimizer_states else "fp32"
+            ],
         ),
         clip_norm=config.gradient_clipping or None,
         reduction=config.gradient_allreduce_op,
@@ -107,6 +112,12 @@ def translate(
     if block is not None and block.device != "none" and block.ratio > 0:
         offload = OffloadSettings(ratio=block.ratio)
     return EngineSettings(config=config, step=step, offload=offload, activations=activations_of(config))
+
+
+def _masters(config: Config) -> str:
+    if config.fp16.enabled and config.fp16.fp16_master_weights_and_grads:
+        return "fp16"
+    return "bf16" if config.bf16.enabled and config.bf16.bf16_master_weights_and_grads else "fp32"
 
 
 def _loss_scale(block: FP16) -> LossScale | None:

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zero2jax.base.losses import WeightedSum
@@ -80,9 +79,8 @@ class GradientSettings:
         return [dataclasses.replace(use, prescale=prescale, in_order=in_order) for use in uses]
 
     def mean_weight(self, terms: WeightedSum) -> jax.Array:
-        """The mean over the devices of a slice's weight, 1 if it is 0. Per-device code."""
-        mean = jax.lax.pmean(terms.weight, self.axes.batch)
-        return jnp.where(mean == 0, 1, mean)
+        """The mean over the devices of a slice's weight. Per-device code."""
+        return jax.lax.pmean(terms.weight, self.axes.batch)
 
     @property
     def compute_shapes(self) -> PyTree:

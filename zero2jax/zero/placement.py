@@ -14,6 +14,7 @@ from zero2jax.base.checks import is_whole, misfit, type_name
 from zero2jax.base.mesh import moved
 from zero2jax.base.pytrees import PyTree, is_function
 from zero2jax.zero.collectives import pad_to
+from zero2jax.zero.rounding import rounded, widened
 from zero2jax.zero.shard_plan import LeafPlan
 from zero2jax.zero.state import Layout, TrainState, pad, unpad
 
@@ -103,8 +104,8 @@ def make_opt_state(tx: optax.GradientTransformation, params: PyTree, layout: Lay
     home = layout.host or mesh
 
     def build(trained: PyTree) -> PyTree:
-        opt_state = tx.init(unpad(trained, layout.trained_params, home))
-        return pad(opt_state, layout.opt_state, home)
+        opt_state = tx.init(widened(unpad(trained, layout.trained_params, home)))
+        return pad(rounded(opt_state, opt_state, layout.opt_state.tree), layout.opt_state, home)
 
     trained, treedef = jax.tree.flatten(layout.trained(params))
     home_params = jax.tree.leaves(layout.trained_params.shardings(home))

@@ -100,8 +100,7 @@ class StepSettings:
         clip_norm = None if self.clip_norm is None else float(self.clip_norm)
         axes = dataclasses.asdict(self.axes)
         scale = None if self.loss_scale is None else dataclasses.asdict(self.loss_scale)
-        precision = [*self.precision.names, *["fp32_sum"] * self.precision.fp32_sum]
-        plain = {"precision": precision, "clip_norm": clip_norm, "axes": axes, "loss_scale": scale}
+        plain = {"precision": self.precision.plain, "clip_norm": clip_norm, "axes": axes, "loss_scale": scale}
         return {**values, **plain}
 
 

@@ -29,7 +29,8 @@ from zero2jax.base.pytrees import (
 from zero2jax.base.transformation import refuse_multi_steps
 from zero2jax.zero.collectives import pad_to
 from zero2jax.zero.loss_scale import LossScale, LossScaleState
-from zero2jax.zero.precision import master_dtype
+from zero2jax.zero.precision import Precision
+from zero2jax.zero.rounding import narrowed, widened
 from zero2jax.zero.shard_plan import LeafPlan, ShardPlan, check_model_axes, make_shard_plan, plan_like
 
 HOST_MEMORY = "pinned_host"  # the memory kind of a state that waits on the host
@@ -40,8 +41,8 @@ class TrainState(NamedTuple):
 
     Fields:
       step: int32 scalar, number of steps taken; replicated.
-      params: fp32 masters of the trainable leaves and the frozen leaves as given, in the structure of the
-        parameters; padded and sharded as the layout's plan says.
+      params: masters of the trainable leaves (fp32, unless `Precision.master_dtype` says otherwise) and the frozen
+        leaves as given, in the structure of the parameters; padded and sharded as the layout's plan says.
       opt_state: state of the optax transformation, each leaf padded and sharded by its own shape.
       rng: raw key data (uint32) from which every step's keys are derived; replicated.
       loss_scale: of an engine with a loss scale, replicated scalars; else None.
@@ -67,6 +68,8 @@ class Layout:
         place of each device of the mesh; None where they are stored on the mesh itself.
       resident_params: of the trainable parameters, by index, those that are stored on the mesh all the same.
       resident_state: of the leaves of the optimizer state, by index, those.
+      narrow_state: of the leaves of the optimizer state, by index, those that are fp32 to the optimizer and stored in
+        16 bits.
     """
 
     params: ShardPlan
@@ -76,6 +79,7 @@ class Layout:
     host: Mesh | None = None
     resident_params: frozenset[int] = frozenset()
     resident_state: frozenset[int] = frozenset()
+    narrow_state: frozenset[int] = frozenset()
 
     def homes(self, mesh: Mesh) -> tuple[list[NamedSharding], list[NamedSharding]]:
         """Where each trainable parameter, and each leaf of the optimizer state, is stored."""
@@ -137,6 +141,7 @@ def make_layout(
     layer_dims: PyTree,
     trainable: PyTree | LeafPredicate | None,
     param_specs: PyTree | None,
+    precision: Precision,
     loss_scale: LossScale | None = None,
     host: Mesh | None = None,
 ) -> Layout:
@@ -151,6 +156,7 @@ def make_layout(
       layer_dims: leading layer dims per leaf.
       trainable: tree of booleans or predicate; None means every leaf.
       param_specs: PartitionSpecs of the other axes.
+      precision: in which dtypes they are stored.
       loss_scale: how the loss is scaled.
       host: where trainable parameters and optimizer state are stored; see `Layout`.
 
@@ -171,16 +177,13 @@ def make_layout(
             f"one of them at least."
         )
     _check_floating(shapes, flags)
-    leaves, treedef = jax.tree.flatten(shapes)
-    stored = jax.tree.unflatten(
-        treedef,
-        [
-            jax.ShapeDtypeStruct(x.shape, master_dtype(x.dtype)) if t else x
-            for x, t in zip(leaves, flags, strict=True)
-        ],
-    )
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+    stored = [
+        jax.ShapeDtypeStruct(x.shape, precision.stored(path_string(path), x)) if t else x
+        for (path, x), t in zip(leaves, flags, strict=True)
+    ]
     plan = make_shard_plan(
-        stored,
+        jax.tree.unflatten(treedef, stored),
         axis_size(mesh, axes.rest),
         layer_dims=layer_dims,
         param_specs=param_specs,
@@ -188,10 +191,13 @@ def make_layout(
         axis_name=axes.rest,
     )
     check_model_axes(plan, mesh, axes.names)
-    opt_shapes = jax.eval_shape(tx.init, select(stored, flags))
+    layout = Layout(params=plan, opt_state=plan, trainable=flags, loss_scale=loss_scale, host=host)
+    opt_shapes = jax.eval_shape(
+        lambda trained: tx.init(widened(trained)), layout.trained(jax.tree.unflatten(treedef, stored))
+    )
     refuse_multi_steps(opt_shapes)
-    opt_plan = plan_like(opt_shapes, plan)
-    return Layout(params=plan, opt_state=opt_plan, trainable=flags, loss_scale=loss_scale, host=host)
+    opt_plan, narrow = narrowed(plan_like(opt_shapes, plan), layout.trained_params, precision)
+    return dataclasses.replace(layout, opt_state=opt_plan, narrow_state=narrow)
 
 
 def select(params: PyTree, trainable: tuple[bool, ...]) -> PyTree:
