@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 SHARED = {
-    "vocab_size": 23,
+    "vocab_size": 26,
     "hidden_size": 12,
     "intermediate_size": 10,
     "num_hidden_layers": 2,
