@@ -4,8 +4,11 @@ It reads the tensors by their names on disk, and `config.json` by its own fields
 """
 
 import math
+from pathlib import Path
 
 import numpy as np
+
+ROOT = Path(__file__).parents[1]
 
 SHARED = {
     "vocab_size": 26,

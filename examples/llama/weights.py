@@ -81,6 +81,11 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """(path, leaf) of every leaf."""
+    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
 def base_shapes(config: LlamaConfig) -> dict[str, Any]:
     """Shapes of the parameters without adapters."""
     return param_shapes(dataclasses.replace(config, lora_rank=0))
@@ -145,8 +150,7 @@ def _stacked(arrays: Sequence[np.ndarray], index: tuple[slice, ...]) -> np.ndarr
 def _disk_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Shapes by name on disk, as the configuration says."""
     shapes = {}
-    for key_path, leaf in jax.tree_util.tree_leaves_with_path(base_shapes(config)):
-        name = path_name(key_path)
+    for name, leaf in named_leaves(base_shapes(config)):
         shape = leaf.shape[1:] if LAYER in NAMES[name] else leaf.shape
         shapes |= dict.fromkeys(tensor_names(config, name), shape[::-1] if name.endswith("kernel") else shape)
     return shapes
@@ -187,7 +191,7 @@ def add_adapters(
     """
     shapes = param_shapes(config)
     rng = np.random.default_rng(seed)
-    base = {path_name(p): leaf for p, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    base = dict(named_leaves(params))
 
     def leaf(key_path: Any, shape: jax.ShapeDtypeStruct) -> Any:
         name = path_name(key_path)
@@ -256,12 +260,10 @@ def save_folder(
         raise WeightsError(
             f"writing {path}: it holds {existing[0]} already. Remove it, or give another folder."
         )
-    leaves = {path_name(p): leaf for p, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    leaves = dict(named_leaves(params))
     wrong = [
         f"{name}: {leaves[name].shape if name in leaves else 'missing'}, expected {shape.shape}"
-        for name, shape in (
-            (path_name(p), s) for p, s in jax.tree_util.tree_leaves_with_path(param_shapes(config))
-        )
+        for name, shape in named_leaves(param_shapes(config))
         if name not in leaves or tuple(leaves[name].shape) != shape.shape
     ]
     if wrong:
