@@ -8,7 +8,7 @@ import llama_oracle as oracle
 import numpy as np
 import pytest
 
-from examples.llama import losses, model
+from examples.llama import losses, model, program, weights
 from examples.llama.config import ConfigError, config_json, read_config
 from examples.llama.weights import NAMES, load_folder, path_name
 
@@ -155,3 +155,27 @@ def test_windows_of_files_with_layer_types_are_per_layer():
         None,
     )
     assert read_config({**fields, "use_sliding_window": False}).windows == (None, None)
+
+
+# Parameters as the models' cards have them, in exact numbers.
+@pytest.mark.parametrize(
+    ("name", "num_params"),
+    [
+        ("qwen2_5_0_5b", 494_032_768),
+        ("llama3_2_1b", 1_235_814_400),
+        ("llama2_7b", 6_738_415_616),
+        ("mistral_7b", 7_241_732_096),
+        ("llama3_8b", 8_030_261_248),
+        ("llama3_70b", 70_553_706_496),
+        ("llama3_405b", 405_853_388_800),
+    ],
+)
+def test_published_shapes_have_these_parameters(name, num_params):
+    p = getattr(program, name)(lora_rank=4)
+    leaves = weights.named_leaves(p.params)
+    assert sum(x.size for path, x in leaves if not p.trainable(path, x)) == num_params
+    assert {x.dtype.name for path, x in leaves if not p.trainable(path, x)} == {"bfloat16"}
+
+
+def test_every_published_shape_has_a_program():
+    assert all(getattr(program, name).args == (name,) for name in program.SHAPES)
