@@ -222,15 +222,33 @@ def stored_params(config: LlamaConfig, state: zero2jax.TrainState) -> Any:
 
     def leaf(shape: jax.ShapeDtypeStruct, stored: jax.Array) -> Lazy:
         def read(index: tuple[slice, ...]) -> np.ndarray:
-            part = stored[tuple(slice(*s.indices(n)) for s, n in zip(index, shape.shape))]  # without padding
-            if not part.is_fully_addressable:
-                replicated = jax.sharding.NamedSharding(stored.sharding.mesh, jax.sharding.PartitionSpec())
-                part = jax.jit(lambda x: x, out_shardings=replicated)(part).addressable_data(0)
-            return np.asarray(part)
+            bounds: list[Any] = [s.indices(n)[:2] for s, n in zip(index, shape.shape)]  # without padding
+            first = bounds[0][0]
+            if bounds[0][1] - first == 1:
+                bounds[0] = None
+            everywhere = jax.sharding.NamedSharding(
+                stored.sharding.mesh, jax.sharding.PartitionSpec(), memory_kind=stored.sharding.memory_kind
+            )
+            part = _gathered(stored, np.int32(first), tuple(bounds), everywhere)
+            return np.asarray(part.addressable_data(0))
 
         return Lazy(shape.shape, stored.dtype, read)
 
     return jax.tree.map(leaf, param_shapes(config), state.params)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _gathered(
+    x: jax.Array, first: jax.Array, bounds: tuple[Any, ...], sharding: jax.sharding.Sharding
+) -> Any:
+    """A part of a stored array, replicated; `bounds` per dim, None for row `first` alone: one program for all layers.
+
+    A dim that is sharded is cut at fixed bounds: at others the compiler would gather all of it first.
+    """
+    if bounds[0] is None:
+        x = jax.lax.dynamic_slice_in_dim(x, first, 1)
+    part = x[tuple(slice(None) if b is None else slice(*b) for b in bounds)]
+    return jax.lax.with_sharding_constraint(part, sharding)
 
 
 def save_folder(

@@ -66,7 +66,7 @@ def rows_of(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_resumes_with_its_data_and_exports_what_it_ends_with(tmp_path, folder, text, monkeypatch):
+def test_a_run_resumes_with_its_data_and_exports_what_it_ends_with(tmp_path, folder, text):
     args = train.Args(
         model=folder, data=text, context=24, steps=4, learning_rate=1e-2, axes="data=2", report=False,
         num_sample_tokens=2, prompt="the quick", out=tmp_path / "full", checkpoints=tmp_path / "checkpoints",
@@ -118,6 +118,10 @@ def test_adapters_train_by_a_deepspeed_file_at_stage_3(tmp_path, folder, text, m
     assert (report["stage"], report["lora_rank"], report["mesh"]) == (3, 2, {"data": 8})
     assert report["bytes_by_stage"]["3"] == by_stage[3]
     assert (args.out / "report.png").read_bytes().startswith(b"\x89PNG")
-    _, params = weights.load_folder(args.export)
-    assert {x.dtype.name for x in jax.tree.leaves(params)} == {"bfloat16"}
+    _, before = weights.load_folder(folder)
+    _, after = weights.load_folder(args.export)
+    assert {x.dtype.name for x in jax.tree.leaves(after)} == {"bfloat16"}
+    before, after = (dict(weights.named_leaves(params)) for params in (before, after))
+    changed = {name for name in before if not np.array_equal(before[name].astype("bfloat16"), after[name])}
+    assert changed == {name for name in before if name.endswith("kernel")}  # the base is frozen
     assert rows_of(args.out)[0]["learning_rate"] == pytest.approx(2e-4)

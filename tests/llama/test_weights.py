@@ -21,7 +21,7 @@ from examples.llama.losses import make_loss
 from zero2jax.zero import placement
 
 TX = optax.adam(1e-2, eps=1e-3)  # a gradient near 0 is no coin toss
-NAME = "qwen 2.5: biases of q, k, v, tied, windows of some layers, rope yarn"
+NAME = "qwen 3: norms of q and k, rope linear"  # tied
 
 
 def write_folder(folder, name=NAME, dtype=np.float32, **changes):
@@ -158,27 +158,30 @@ def test_host_memory_above_the_shards_stays_below_one_layer(tmp_path, monkeypatc
     assert 0 < peak_bytes < layer_bytes  # NumPy's arrays, and not the shards, which jax allocates
 
 
-def test_lora_merged_equals_lora_applied_and_trains_adapters_alone(tmp_path, folder):
+def test_lora_merged_equals_lora_applied(tmp_path, folder):
     config, lazy = weights.open_folder(folder)
     config = dataclasses.replace(config, lora_rank=2, lora_alpha=6.0)
-    params = weights.add_adapters(config, lazy, seed=1, base_dtype=np.float32)
-    batch, mesh = batch_of(config), zero2jax.make_mesh(data=8)
-    loss_fn = make_loss(config, chunk_tokens=8)
-    engine = zero2jax.Engine(
-        loss_fn, optax.adam(0.1), mesh, stage=3, precision=FP32, trainable=weights.is_adapter
+    rng = np.random.default_rng(1)
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, x: (
+            rng.normal(scale=0.3, size=x.shape).astype(np.float32)
+            if weights.is_adapter(weights.path_name(path), x)
+            else x[tuple(slice(0, n) for n in x.shape)]
+        ),
+        weights.add_adapters(config, lazy, base_dtype=np.float32),
     )
-    state = engine.init(params, batch=batch)
-    state, before = engine.step(state, batch)
-    weights.save_folder(tmp_path / "merged", config, weights.stored_params(config, state))
-    _, applied = engine.step(state, batch)
-    assert applied["loss"] < before["loss"] - 1e-3
+    weights.save_folder(tmp_path / "merged", config, params)
     base, merged = tensors_of(folder), tensors_of(tmp_path / "merged")
     assert {name for name in base if not np.array_equal(base[name], merged[name])} == {
         name for name in base if "_proj.weight" in name
     }
-    plain, params = weights.load_folder(tmp_path / "merged")
-    loss, _ = jax.jit(make_loss(plain, chunk_tokens=8))(params, batch)
-    assert float(loss) == pytest.approx(float(applied["loss"]), rel=1e-5)
+    plain, merged = weights.load_folder(tmp_path / "merged")
+    tokens = batch_of(config)["tokens"]
+    logits = jax.jit(model.apply, static_argnums=0)
+    # one product in fp32 in place of three
+    np.testing.assert_allclose(
+        logits(plain, merged, tokens), logits(config, params, tokens), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_a_frozen_base_is_stored_in_bf16_and_its_shards_are(folder):
