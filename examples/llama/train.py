@@ -164,6 +164,15 @@ def load_config(args: Args) -> zero2jax.Config:
     )  # zero2jax
 
 
+def open_model(args: Args) -> tuple[LlamaConfig, Any, Any]:
+    """(configuration, parameters of which no tensor is read yet, predicate of what is trained or None for all)."""
+    model, params = weights.open_folder(args.model)
+    if not args.lora_rank:
+        return model, params, None
+    model = dataclasses.replace(model, lora_rank=args.lora_rank, lora_alpha=args.lora_alpha)
+    return model, weights.add_adapters(model, params, args.seed), weights.is_adapter
+
+
 def set_up(args: Args, make_batches: MakeBatches = Batches) -> tuple[Run, zero2jax.TrainState]:
     """Engine, data and the state to start from: the folder's, or restored from a checkpoint."""
     if args.devices:  # before the backend starts; GPUs do not care
@@ -174,12 +183,7 @@ def set_up(args: Args, make_batches: MakeBatches = Batches) -> tuple[Run, zero2j
     if is_first:
         args.out.mkdir(parents=True, exist_ok=True)
 
-    model, params = weights.open_folder(args.model)  # maps the files; no tensor is read yet
-    trainable = None
-    if args.lora_rank:
-        model = dataclasses.replace(model, lora_rank=args.lora_rank, lora_alpha=args.lora_alpha)
-        params, trainable = weights.add_adapters(model, params, args.seed), weights.is_adapter
-
+    model, params, trainable = open_model(args)
     config = load_config(args)
     learning_rate = args.learning_rate or (2e-4 if args.lora_rank else 1e-5)
     tx = None if config.optimizer else make_optimizer(learning_rate, args.steps)
