@@ -253,7 +253,8 @@ class Engine:
         """The state before the first step, straight into shards: no device ever holds a full copy.
 
         Args:
-          params: full parameters (NumPy or JAX arrays), or a function that makes them.
+          params: full parameters (NumPy or JAX arrays), or a function that makes them. A leaf with `shape`, `dtype` and
+            slices that is no array (it has no `__array__`) is read by slices, each at most 64 MiB or one row.
           *args: arguments for that function, a key say. It runs jitted, each device making its own shards.
           batch: arrays or shapes of a global batch: the layer dims are then read from the loss function's scans.
           loss_args: with `batch`, what the loss function takes besides, as for `step`; shapes are enough.

@@ -48,6 +48,24 @@ def test_rest_is_what_the_live_buffers_hold():
     assert report.alias_bytes == zero2jax.live_bytes(state)
 
 
+def test_frozen_parameters_have_no_optimizer_state_and_keep_their_dtype():
+    shapes = {
+        "base": jax.ShapeDtypeStruct((16, 16), jnp.bfloat16),
+        "adapter": jax.ShapeDtypeStruct((16, 8), jnp.float32),
+    }
+    loss = lambda params, batch: jnp.mean(
+        (batch @ params["base"].astype(jnp.float32) @ params["adapter"]) ** 2
+    )
+    batch = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    report = zero2jax.plan(
+        loss, shapes, batch, tx=optax.adam(1e-3), config=FP32, axes={"data": N}, target="cpu",
+        trainable=lambda path, leaf: path == "adapter",
+    )  # fmt: skip
+    rows = {row.name: row for row in report.by_class}
+    assert rows["master"].rest_bytes == (2 * 16 * 16 + 4 * 16 * 8) // N
+    assert rows["optimizer state"].rest_bytes == 2 * 4 * 16 * 8 // N + 4  # and Adam's count
+
+
 # reduced G and gathered P per step with K microbatches; stage 3 gathers again in backward
 TABLE = [
     (0, 1, {"all-reduce": 1}),

@@ -20,7 +20,7 @@ from jax.stages import Compiled, Lowered
 
 from zero2jax.base.batches import check_batch
 from zero2jax.base.losses import LossFn
-from zero2jax.base.pytrees import PyTree
+from zero2jax.base.pytrees import LeafPredicate, PyTree
 from zero2jax.base.tables import readable_bytes
 from zero2jax.config.initialize import initialize
 from zero2jax.config.reading import Source, read_config
@@ -50,6 +50,7 @@ class Program:
       tx: optax transformation; None takes the `optimizer` block of the configuration.
       param_specs: PartitionSpecs for mesh axes other than the data axis.
       notes: what reports about it should say.
+      trainable: as for `initialize`: what is not trainable has neither gradient nor optimizer state.
     """
 
     loss_fn: LossFn
@@ -58,6 +59,7 @@ class Program:
     tx: optax.GradientTransformation | None = None
     param_specs: PyTree | None = None
     notes: tuple[str, ...] = ()
+    trainable: PyTree | LeafPredicate | None = None
 
     @property
     def batch_size(self) -> int:
@@ -136,6 +138,7 @@ def plan(
     axes: Mapping[str, int],
     target: str | Target,
     param_specs: PyTree | None = None,
+    trainable: PyTree | LeafPredicate | None = None,
     devices_per_host: int = DEVICES_PER_HOST,
     memory_fraction: float = MEMORY_FRACTION,
     in_node_bytes_per_s: float | None = None,
@@ -144,7 +147,7 @@ def plan(
     """Compile the training step for a target, which need not be here, and report what it takes.
 
     Args:
-      loss_fn: as for `initialize`, like `tx`, `config` and `param_specs`.
+      loss_fn: as for `initialize`, like `tx`, `config`, `param_specs` and `trainable`.
       params: shapes of the parameters, or parameters.
       batch: shapes of a global batch, of all devices and microbatches of one step.
       tx: optax transformation; None takes the one of the configuration.
@@ -172,7 +175,7 @@ def plan(
     """
     chosen = get_target(target).with_rates(in_node_bytes_per_s, across_bytes_per_s)
     settings = PlanSettings(dict(axes), chosen, devices_per_host, memory_fraction)
-    program = Program(loss_fn, params, batch, tx, param_specs)
+    program = Program(loss_fn, params, batch, tx, param_specs, trainable=trainable)
     return compile_plan(lower_plan(prepare_plan(program, config, settings)))
 
 
@@ -181,7 +184,14 @@ def prepare_plan(program: Program, config: Source | None, settings: PlanSettings
     mesh = target_mesh(settings.target, settings.axes, settings.devices_per_host)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        engine = initialize(program.loss_fn, program.tx, config, mesh, param_specs=program.param_specs)
+        engine = initialize(
+            program.loss_fn,
+            program.tx,
+            config,
+            mesh,
+            param_specs=program.param_specs,
+            trainable=program.trainable,
+        )
     if not settings.target.has_bf16 and engine.precision.compute_dtype == jnp.bfloat16:
         raise ValueError(
             f"planning for {settings.target.name}: it has no bf16 arithmetic, and the step computes in bf16. Compute "

@@ -1,6 +1,7 @@
 """How a first state gets into its shards without a full copy on any device. Global arrays, outside `shard_map`."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from zero2jax.zero.rounding import rounded, widened
 from zero2jax.zero.shard_plan import LeafPlan
 from zero2jax.zero.state import Layout, TrainState, pad, unpad
 
+PIECE_BYTES = 64 * 2**20  # of a parameter that is read when it is sliced, in host memory at a time
+
 
 def place_params(params: PyTree, layout: Layout, mesh: Mesh) -> PyTree:
     """Full parameters -> padded shards, a leaf at a time and from host memory slice by slice."""
@@ -29,6 +32,8 @@ def place_params(params: PyTree, layout: Layout, mesh: Mesh) -> PyTree:
             there = plan.sharding(leaf, mesh)
             single = jax.jit(lambda x: pad_to(x.astype(leaf.dtype), leaf.rest_shape), out_shardings=there)
             return moved([single(x)], [sharding])[0]
+        if is_lazy(x):
+            return _read(leaf, x, sharding)
         host = np.asarray(x)
         return jax.make_array_from_callback(
             leaf.rest_shape, sharding, lambda index: _slice(leaf, host, index or ())
@@ -37,16 +42,56 @@ def place_params(params: PyTree, layout: Layout, mesh: Mesh) -> PyTree:
     return plan.map(place, params, layout.abstract_state(mesh).params)
 
 
+def is_lazy(x: Any) -> bool:
+    """Whether `x` is read when it is sliced: it has a shape, a dtype and slices, and is not converted to an array."""
+    return all(hasattr(x, name) for name in ("shape", "dtype", "__getitem__")) and not hasattr(x, "__array__")
+
+
+def _read(leaf: LeafPlan, x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """The shards of a parameter that is read when it is sliced, one device after the other."""
+    shards = []
+    for device, index in sharding.addressable_devices_indices_map(leaf.rest_shape).items():
+        home = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+        shards.append(_read_shard(leaf, x, index or (), home).block_until_ready())
+    return jax.make_array_from_single_device_arrays(leaf.rest_shape, sharding, shards)
+
+
+def _read_shard(
+    leaf: LeafPlan, x: Any, index: tuple[slice, ...], home: jax.sharding.SingleDeviceSharding
+) -> jax.Array:
+    """One shard; above `PIECE_BYTES` it is made on its device and filled there, rows of its first dim at a time."""
+    bounds = [s.indices(size)[:2] for s, size in zip(index, leaf.rest_shape, strict=True)]
+    shape = tuple(stop - start for start, stop in bounds)
+    num_bytes = math.prod(shape) * jnp.dtype(leaf.dtype).itemsize
+    if num_bytes <= PIECE_BYTES:
+        return jax.device_put(_slice(leaf, x, index), home)
+    rows = max(1, shape[0] * PIECE_BYTES // num_bytes)
+    shard = jnp.zeros(shape, leaf.dtype, device=home)
+    for start in range(0, shape[0], rows):
+        start = min(start, shape[0] - rows)  # the last piece has the size of the others
+        first = bounds[0][0] + start
+        piece = _slice(leaf, x, (slice(first, first + rows), *index[1:]))
+        shard = _write_rows(shard, jax.device_put(piece, home), np.int32(start)).block_until_ready()
+    return shard
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write_rows(shard: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(shard, rows, start, 0)
+
+
 def _is_numeric(x: jax.Array) -> bool:
     return not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def _slice(leaf: LeafPlan, host: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+def _slice(leaf: LeafPlan, host: Any, index: tuple[slice, ...]) -> np.ndarray:
     """One shard of a padded leaf, a fresh copy: the state is donated, and the caller's array must not be."""
-    starts_stops = [s.indices(size)[:2] for s, size in zip(index, leaf.rest_shape, strict=True)]
-    shard = np.zeros([stop - start for start, stop in starts_stops], leaf.dtype)
-    part = host[index]
-    shard[tuple(slice(0, size) for size in part.shape)] = part
+    bounds = [s.indices(size)[:2] for s, size in zip(index, leaf.rest_shape, strict=True)]
+    shard = np.zeros([stop - start for start, stop in bounds], leaf.dtype)
+    inside = tuple(slice(start, min(stop, n)) for (start, stop), n in zip(bounds, leaf.shape, strict=True))
+    if all(s.start < s.stop for s in inside):  # else padding alone
+        part = host[inside]
+        shard[tuple(slice(0, size) for size in part.shape)] = part
     return shard
 
 

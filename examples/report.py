@@ -92,6 +92,7 @@ def bytes_by_stage(
     param_specs: Any,
     params: Any,
     batch: Any,
+    trainable: Any = None,
 ) -> dict[int, dict[str, int]]:
     """Bytes per device of the step compiled at each ZeRO stage, as `engine` was built but for the stage.
 
@@ -104,7 +105,9 @@ def bytes_by_stage(
         else:
             zero = dataclasses.replace(config.zero_optimization, stage=stage)
             changed = dataclasses.replace(config, zero_optimization=zero)
-            other = zero2jax.initialize(engine.loss_fn, tx, changed, engine.mesh, param_specs=param_specs)
+            other = zero2jax.initialize(
+                engine.loss_fn, tx, changed, engine.mesh, param_specs=param_specs, trainable=trainable
+            )
             other.abstract_state(params)
         memory = other.lower(batch).compile().memory_analysis()
         found[stage] = {REST: memory.argument_size_in_bytes, STEP: memory.temp_size_in_bytes}
@@ -112,7 +115,11 @@ def bytes_by_stage(
 
 
 def save_figure(
-    path: Path, history: Sequence[Mapping[str, float]], by_stage: Mapping[int, Mapping[str, int]], stage: int
+    path: Path,
+    history: Sequence[Mapping[str, float]],
+    by_stage: Mapping[int, Mapping[str, int]],
+    stage: int,
+    unit: str,
 ) -> None:
     """A PNG: training and held-out loss by step; bytes per device by stage, the stage of this run in bold."""
     figure = Figure(figsize=(11, 4), layout="constrained")
@@ -123,7 +130,7 @@ def save_figure(
     loss.plot([r["step"] for r in training], [r["loss"] for r in training], alpha=0.5)
     loss.plot([r["step"] for r in held_out], [r["held_out_loss"] for r in held_out], "o-")
     loss.legend(["training", "held out"])
-    loss.set(xlabel="step", ylabel="nats per byte", title="loss")
+    loss.set(xlabel="step", ylabel=unit, title="loss")
     loss.grid(alpha=0.3)
 
     stages = list(by_stage)
