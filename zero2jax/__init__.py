@@ -20,6 +20,9 @@ from zero2jax.zero.shard_optimizer import shard_optimizer
 # Masters and optimizer state in host memory
 from zero2jax.offload.settings import OffloadSettings
 
+# Device memory
+from zero2jax.memory.configure import configure_memory
+
 # What backward keeps of the layers
 from zero2jax.activations.layers import ActivationSettings, remat_layers
 from zero2jax.activations.policies import remat_policy
@@ -81,6 +84,8 @@ __all__ = [
     "shard_optimizer",
     # Masters and optimizer state in host memory
     "OffloadSettings",
+    # Device memory
+    "configure_memory",
     # What backward keeps of the layers
     "ActivationSettings",
     "remat_layers",

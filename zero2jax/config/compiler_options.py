@@ -12,7 +12,7 @@ from zero2jax.config.values import warn
 Option = bool | int
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-_GPU_PLATFORMS = ("gpu", "cuda")
+GPU_PLATFORMS = ("gpu", "cuda")
 _TUNED = (
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.allgather_bucket_size",
@@ -33,7 +33,7 @@ def compiler_options(config: Config, platform: str, param_bytes: int) -> dict[st
     """
     zero = config.zero_optimization
     given = [key for key in _TUNED if key in config.given]
-    if platform not in _GPU_PLATFORMS:
+    if platform not in GPU_PLATFORMS:
         if given:
             message = f"{', '.join(given)}: no effect on platform '{platform}', only GPUs have these options."
             warn(message)

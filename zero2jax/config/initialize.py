@@ -13,6 +13,7 @@ from zero2jax.activations.layers import ActivationSettings
 from zero2jax.base.losses import LossFn
 from zero2jax.base.mesh import DATA_AXIS, MODEL_AXIS, REPLICA_AXIS, DataAxes, axis_size, data_axes, make_mesh
 from zero2jax.base.pytrees import LeafPredicate, PyTree
+from zero2jax.config.compiler_options import GPU_PLATFORMS
 from zero2jax.config.optimizers import make_optimizer
 from zero2jax.config.reading import DEFAULT_CONFIG, Source, load_config
 from zero2jax.config.rules import (
@@ -27,6 +28,7 @@ from zero2jax.config.schema import Config
 from zero2jax.config.translate import EngineSettings, translate
 from zero2jax.config.values import ConfigError, warn
 from zero2jax.engine import Engine
+from zero2jax.memory.configure import MemorySettings, write_memory
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.processes.agreement import expect_same
 from zero2jax.zero.shard_plan import ShardPlan
@@ -84,6 +86,7 @@ def initialize(
       3
     """
     loaded = _load(config)
+    _configure_memory(loaded, mesh)
     mesh = _mesh(loaded, mesh, axis_name)
     axes = data_axes(mesh, axis_name, rest_over_replicas=shard_over_replicas)
     for note in device_notes(loaded, int(mesh.shape[axis_name])):
@@ -126,6 +129,26 @@ def _load(source: Source | None) -> Config:
     if idle:
         warn(f"{config.name}: not there yet, and the run goes on without: {'; '.join(idle)}.")
     return config
+
+
+def _configure_memory(config: Config, mesh: Mesh | None) -> None:
+    """Apply the `memory` block while there is time; of devices that are only compiled for, it says nothing."""
+    settings = MemorySettings(**dataclasses.asdict(config.memory))
+    if not settings.given or (mesh is not None and not set(mesh.devices.flat) <= set(jax.devices())):
+        return
+    problem = ""
+    try:
+        write_memory(settings)
+    except (RuntimeError, ValueError) as error:
+        problem = str(error)
+    platform = jax.default_backend()
+    if platform not in GPU_PLATFORMS:
+        names = ", ".join(f"memory.{name}" for name in settings.given)
+        warn(
+            f"{config.name}: {names}: no effect on platform {platform!r}, only the clients of GPUs have a pool."
+        )
+    elif problem:
+        raise ConfigError(f"cannot train by {config.name}", [f"memory: {problem}"])
 
 
 def _mesh(config: Config, mesh: Mesh | None, axis_name: str) -> Mesh:

@@ -106,6 +106,16 @@ _IMPLEMENTED = {
     **_table(
         Treatment.IMPLEMENTED,
         {
+            "preallocate": "not DeepSpeed's, like this block: the pool of a GPU's client is taken at the start",
+            "fraction": "part of a GPU's memory that the pool has",
+            "allocator": "bfc, cuda_async, vmm or platform, as the installed jaxlib has them",
+            "collective_memory_mb": "MiB of a second pool, for buffers of collectives",
+        },
+        "memory.",
+    ),
+    **_table(
+        Treatment.IMPLEMENTED,
+        {
             "lr": "learning rate, visible in the optimizer state",
             "betas": "decay of the moments",
             "eps": "placed where DeepSpeed's kernel has it",

@@ -11,6 +11,7 @@ from zero2jax.config.keys import KEYS, OBSERVING, Treatment, key_of
 from zero2jax.config.params import SGDParams, WarmupCosineLRParams, WarmupDecayLRParams, WarmupLRParams
 from zero2jax.config.schema import Config
 from zero2jax.config.values import Report, shown
+from zero2jax.memory.configure import MemorySettings
 
 _SWITCHES = ("enabled", "device")
 _SWITCHED = (
@@ -50,6 +51,7 @@ def check_rules(config: Config, report: Report) -> None:
     _reduction_rules(config, report)
     _zero_rules(config, report)
     _activation_rules(config, report)
+    _memory_rules(config, report)
     _optimizer_rules(config, report)
     _scheduler_notes(config, report)
     kind = None if config.optimizer is None else config.optimizer.type
@@ -166,6 +168,16 @@ def _activation_rules(config: Config, report: Report) -> None:
     if block.contiguous_memory_optimization and not block.partition_activations and report.sound(needed):
         rule = "contiguous_memory_optimization needs it, as in DeepSpeed"
         report.error(needed, False, rule, "Switch both on or both off.")
+
+
+def _memory_rules(config: Config, report: Report) -> None:
+    if not report.sound("memory"):
+        return
+    try:
+        MemorySettings(**dataclasses.asdict(config.memory))
+    except ValueError as error:
+        report.errors.append(f"memory: {error}")
+        report.broken.append("memory")
 
 
 def _optimizer_rules(config: Config, report: Report) -> None:

@@ -171,6 +171,16 @@ class ActivationCheckpointing:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Memory:
+    """`memory`, no block of DeepSpeed's: how a GPU's client allocates; null leaves it to the environment."""
+
+    preallocate: bool | None = setting(None, optional(boolean()))
+    fraction: float | None = setting(None, optional(number(0.0, 1.0)))
+    allocator: str | None = setting(None, optional(text()))
+    collective_memory_mb: int | None = setting(None, optional(_COUNT))
+
+
+@dataclass(frozen=True, kw_only=True)
 class FlopsProfiler:
     """`flops_profiler`."""
 
@@ -295,6 +305,7 @@ class Config:
     log_level: str | None = setting(None, optional(text()))
     dataloader_drop_last: bool = setting(False, boolean())
     vocabulary_size: int | None = setting(None, optional(integer(1)))
+    memory: Memory = field(default_factory=Memory, metadata=block(Memory))
     flops_profiler: FlopsProfiler = field(default_factory=FlopsProfiler, metadata=block(FlopsProfiler))
     tensorboard: FileMonitor = field(default_factory=FileMonitor, metadata=block(FileMonitor))
     csv_monitor: FileMonitor = field(default_factory=FileMonitor, metadata=block(FileMonitor))

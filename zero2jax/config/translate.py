@@ -15,6 +15,7 @@ from zero2jax.base.pytrees import LeafPredicate
 from zero2jax.config.compiler_options import Option, compiler_options
 from zero2jax.config.schema import FP16, ActivationCheckpointing, Config
 from zero2jax.config.values import ConfigError
+from zero2jax.memory.configure import MemorySettings
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.zero.loss_scale import LossScale
 from zero2jax.zero.precision import Precision
@@ -31,6 +32,7 @@ class EngineSettings:
       config: the configuration.
       step: what is fixed about a step.
       offload: whether masters and optimizer state are stored in host memory, and how; None for on the devices.
+      memory: how a GPU's client allocates.
       activations: what is saved of the layers for backward; None if the configuration has nothing of it switched on,
         for then the model's own checkpoints stay as they are.
     """
@@ -38,6 +40,7 @@ class EngineSettings:
     config: Config
     step: StepSettings
     offload: OffloadSettings | None
+    memory: MemorySettings
     activations: ActivationSettings | None
 
     @property
@@ -106,7 +109,13 @@ def translate(
     offload = None
     if block is not None and block.device != "none" and block.ratio > 0:
         offload = OffloadSettings(ratio=block.ratio)
-    return EngineSettings(config=config, step=step, offload=offload, activations=activations_of(config))
+    return EngineSettings(
+        config=config,
+        step=step,
+        offload=offload,
+        memory=MemorySettings(**dataclasses.asdict(config.memory)),
+        activations=activations_of(config),
+    )
 
 
 def _loss_scale(block: FP16) -> LossScale | None:
