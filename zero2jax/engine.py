@@ -47,13 +47,7 @@ from zero2jax.programs.memory import MemoryReport, measure_memory
 from zero2jax.zero.blueprint import Blueprint
 from zero2jax.zero.compiled import Compiled, CompilerOptions
 from zero2jax.zero.loss_scale import ExhaustionWatch, LossScale
-from zero2jax.zero.placement import (
-    check_init_arguments,
-    made_shapes,
-    make_opt_state,
-    make_params,
-    place_params,
-)
+from zero2jax.zero.placement import check_init_arguments, first_state, made_shapes
 from zero2jax.zero.precision import Precision
 from zero2jax.zero.settings import StepSettings
 from zero2jax.zero.state import Layout, TrainState, check_state, place_state
@@ -263,24 +257,19 @@ class Engine:
             were given different settings, parameters or arguments (named).
           TypeError: the function takes other arguments.
         """
+        makes = is_function(params)
         with self._running():
             check_init_arguments(params, args)
-            if is_function(params):
-                abstract = self.abstract_state(made_shapes(params, args), batch=batch, loss_args=loss_args)
-                expect_same_start(self._blueprint.start(self.layout), self.mesh, args)
-                self._check_host_memory()
-                placed = make_params(functools.partial(params, *args), self.layout, self.mesh)
-            else:
+            if not makes:
                 check_alive(params, "the parameters", "It was donated: pass parameters that are still there.")
-                abstract = self.abstract_state(params, batch=batch, loss_args=loss_args)
-                expect_same_start(self._blueprint.start(self.layout), self.mesh, params)
-                self._check_host_memory()
-                placed = place_params(params, self.layout, self.mesh)
-            opt_state = make_opt_state(self.tx, placed, self.layout, self.mesh)
-            first = functools.partial(self.layout.first_scalars, self.settings.seed)
-            step, rng, loss_scale = jax.jit(first, out_shardings=abstract.step.sharding)()
+            shapes = made_shapes(params, args) if makes else params
+            self.abstract_state(shapes, batch=batch, loss_args=loss_args)
+            expect_same_start(self._blueprint.start(self.layout), self.mesh, args if makes else params)
+            self._check_host_memory()
+            made = functools.partial(params, *args) if makes else params
+            state = first_state(made, self.tx, self.layout, self.mesh, self.settings.seed)
         self._watch.forget()
-        return TrainState(step=step, params=placed, opt_state=opt_state, rng=rng, loss_scale=loss_scale)
+        return state
 
     def step(
         self, state: TrainState, batch: PyTree, *, loss_args: LossArgs = None, **extra_args: Any
@@ -400,11 +389,6 @@ class Engine:
         Raises:
           ValueError: the engine has no activation settings.
         """
-        if self.activations is None:
-            raise ValueError(
-                "profiling saved activations: this engine leaves them to the loss function. Pass "
-                "Engine(activations=ActivationSettings(...)), or switch on a key of activation_checkpointing."
-            )
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         shapes = self._abstract(batch, loss_args)
         trace = lambda loss: jax.eval_shape(self._blueprint.program(self.layout, loss).gradients, *shapes)
