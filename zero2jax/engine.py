@@ -29,6 +29,7 @@ from zero2jax.base.losses import LossFn
 from zero2jax.base.mesh import DATA_AXIS, DataAxes, axis_size, data_axes, make_mesh
 from zero2jax.base.pytrees import LeafPredicate, PyTree, check_alive, is_function, is_traced, shapes_of
 from zero2jax.base.transformation import checked_transformation
+from zero2jax.memory.step_options import step_options
 from zero2jax.offload.between import from_host, to_host
 from zero2jax.offload.host_memory import check_hosts, memory_row
 from zero2jax.offload.host_mesh import host_mesh
@@ -89,8 +90,9 @@ class Engine:
         keeping a copy of it in each group of devices; see `zero2jax.base.mesh.DataAxes`.
       activations: what is saved of the loss function's layers for backward, and where; None leaves it to the loss.
       offload: store masters and optimizer state in host memory and update them there; None keeps them on the devices.
-      compiler_options: for the compilation of this step alone, as for `jax.jit`; or a function that makes them
-        from the shard plan of the parameters.
+      compiler_options: for the compilation of this step alone: "latency", "memory" or "deterministic", see
+        `zero2jax.memory.step_options`; options as for `jax.jit`; or a function that makes them from the shard plan of
+        the parameters. What the installed compiler does not have is named.
 
     Example:
       >>> import jax.numpy as jnp, optax, zero2jax
@@ -125,7 +127,7 @@ class Engine:
         shard_over_replicas: bool = False,
         activations: ActivationSettings | None = None,
         offload: OffloadSettings | None = None,
-        compiler_options: CompilerOptions = None,
+        compiler_options: str | CompilerOptions = None,
     ):
         expect_joined()
         self.loss_fn = loss_fn
@@ -162,7 +164,7 @@ class Engine:
             layer_dims=layer_dims,
             host=None if offload is None else host_mesh(mesh, offload),
         )
-        self._compiler_options = compiler_options
+        self._compiler_options = step_options(compiler_options, mesh)
         self._functions: Compiled | None = None
         self._watch = ExhaustionWatch(self.settings.loss_scale)
         self._profile: tuple[Compiled, ActivationProfile] | None = None
@@ -196,6 +198,11 @@ class Engine:
     def tx(self) -> optax.GradientTransformationExtraArgs:
         """The optimizer."""
         return self._blueprint.tx
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """XLA's options of the step, those that the installed compiler has; known when `layout` is."""
+        return self._compiled.options
 
     @property
     def layout(self) -> Layout:

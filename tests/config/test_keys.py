@@ -24,6 +24,7 @@ FROZEN = {
         activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile
         activation_checkpointing.policy
         memory.preallocate memory.fraction memory.allocator memory.collective_memory_mb
+        xla_preset
     """,
     Treatment.NO_EFFECT: """
         zero_optimization.contiguous_gradients zero_optimization.reduce_scatter

@@ -13,7 +13,6 @@ from zero2jax.activations.layers import ActivationSettings
 from zero2jax.base.losses import LossFn
 from zero2jax.base.mesh import DATA_AXIS, MODEL_AXIS, REPLICA_AXIS, DataAxes, axis_size, data_axes, make_mesh
 from zero2jax.base.pytrees import LeafPredicate, PyTree
-from zero2jax.config.compiler_options import GPU_PLATFORMS
 from zero2jax.config.optimizers import make_optimizer
 from zero2jax.config.reading import DEFAULT_CONFIG, Source, load_config
 from zero2jax.config.rules import (
@@ -29,6 +28,7 @@ from zero2jax.config.translate import EngineSettings, translate
 from zero2jax.config.values import ConfigError, warn
 from zero2jax.engine import Engine
 from zero2jax.memory.configure import MemorySettings, write_memory
+from zero2jax.memory.step_options import GPU_PLATFORMS
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.processes.agreement import expect_same
 from zero2jax.zero.shard_plan import ShardPlan
@@ -231,5 +231,6 @@ def _activations(settings: EngineSettings, mesh: Mesh) -> ActivationSettings | N
 
 def _options(settings: EngineSettings, mesh: Mesh) -> Callable[[ShardPlan], Mapping[str, Any]]:
     """Compiler options as a function of the plan: thresholds are capped by the model's bytes."""
-    platform = mesh.devices.flat[0].platform
-    return lambda plan: settings.compiler_options(platform, sum(math.prod(x.shape) for x in plan.leaves))
+    device = (mesh.local_devices or list(mesh.devices.flat))[0]
+    size = lambda plan: sum(math.prod(x.shape) for x in plan.leaves)
+    return lambda plan: settings.compiler_options(device.platform, size(plan), device)

@@ -67,6 +67,7 @@ _IMPLEMENTED = {
             "gradient_allreduce_op": "mean over the devices, or sum of their means",
             "data_types.grad_accum_dtype": "dtype of the gradient accumulator, every stage; null = fp32",
             "data_types.param_dtype": "must agree with fp16 and bf16",
+            "xla_preset": "not DeepSpeed's: XLA's options of the step, latency, memory or deterministic",
             "tensor_parallel": "autotp_size: size of the axis `model` that the mesh must have; see param_specs",
         },
     ),

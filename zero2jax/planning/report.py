@@ -64,6 +64,7 @@ class PlanReport:
       timeline: the schedule at the target's rates.
       rates_known: whether the target has rates; without, nothing is said about time.
       compile_s: seconds the compiler took.
+      compiler_options: XLA's options of the step, as far as they are not its own defaults.
       notes: what to know about these figures, and what was converted or ignored.
     """
 
@@ -84,6 +85,7 @@ class PlanReport:
     timeline: Timeline = dataclasses.field(repr=False)
     rates_known: bool
     compile_s: float
+    compiler_options: Mapping[str, Any]
     notes: tuple[str, ...]
 
     @property
@@ -194,6 +196,7 @@ class PlanReport:
             "communication_s": self.timeline.communication_s if self.rates_known else None,
             "exposed_s": self.timeline.exposed_s if self.rates_known else None,
             "compile_s": self.compile_s,
+            "compiler_options": dict(self.compiler_options),
             "notes": list(self.notes),
         }
 
@@ -207,7 +210,9 @@ class PlanReport:
         )
         parts = [title, self._verdict(), "", *self._memory_lines(), "", *self._largest_lines()]
         parts += [*self._collective_lines(), ""]
-        return "\n".join([*parts, *(f"- {note}" for note in self.notes)])
+        options = ", ".join(f"{name}={value}" for name, value in self.compiler_options.items())
+        with_options = [f"compiled with {options}"] if options else []
+        return "\n".join([*parts, *(f"- {note}" for note in (*with_options, *self.notes))])
 
     __str__ = table
 

@@ -32,7 +32,8 @@ class Compiled:
     def __init__(self, program: StepProgram, options: CompilerOptions):
         self.layout = program.layout
         self._program = program
-        self._options = options
+        self._given_options = options
+        self._options: dict[str, Any] | None = None
         self._replicated = replicated(program.mesh)
         self._step: Any = None
         self._step_inside: Any = None
@@ -46,7 +47,7 @@ class Compiled:
     def step(self) -> Any:
         """`(state, batch, loss arguments, extra arguments) -> (state, metrics)`, the state donated."""
         if self._step is None:
-            self._step = self._jit_step(donate_argnums=0, compiler_options=self._compiler_options() or None)
+            self._step = self._jit_step(donate_argnums=0, compiler_options=self.options or None)
         return self._step
 
     @property
@@ -54,7 +55,7 @@ class Compiled:
         """`step` as a part of a program of the user's, which alone can donate and have options for the compiler."""
         if self._step_inside is None:
             self._step_inside = self._jit_step()
-            if options := self._compiler_options():
+            if options := self.options:
                 warnings.warn(
                     f"a step inside of a program of yours: the compiler options {sorted(options)} have no effect "
                     f"there. Give them to your own jax.jit.",
@@ -62,9 +63,13 @@ class Compiled:
                 )
         return self._step_inside
 
-    def _compiler_options(self) -> dict[str, Any]:
-        options = self._options
-        return dict(options(self.layout.params) if callable(options) else options or {})
+    @property
+    def options(self) -> dict[str, Any]:
+        """The compiler options of the step."""
+        if self._options is None:
+            given = self._given_options
+            self._options = dict(given(self.layout.params) if callable(given) else given or {})
+        return self._options
 
     def _jit_step(self, **options: Any) -> Any:
         shardings = jax.tree.map(lambda x: x.sharding, self.layout.abstract_state(self._program.mesh))
