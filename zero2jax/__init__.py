@@ -22,6 +22,8 @@ from zero2jax.offload.settings import OffloadSettings
 
 # Device memory
 from zero2jax.memory.configure import configure_memory
+from zero2jax.memory.out_of_memory import OutOfMemoryError
+from zero2jax.memory.report import DeviceMemory, MemoryUse, memory_report, see_memory_usage
 
 # What backward keeps of the layers
 from zero2jax.activations.layers import ActivationSettings, remat_layers
@@ -86,6 +88,11 @@ __all__ = [
     "OffloadSettings",
     # Device memory
     "configure_memory",
+    "OutOfMemoryError",
+    "DeviceMemory",
+    "MemoryUse",
+    "memory_report",
+    "see_memory_usage",
     # What backward keeps of the layers
     "ActivationSettings",
     "remat_layers",

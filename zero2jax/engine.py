@@ -29,6 +29,8 @@ from zero2jax.base.losses import LossFn
 from zero2jax.base.mesh import DATA_AXIS, DataAxes, axis_size, data_axes, make_mesh
 from zero2jax.base.pytrees import LeafPredicate, PyTree, check_alive, is_function, is_traced, shapes_of
 from zero2jax.base.transformation import checked_transformation
+from zero2jax.memory.breakdown import StepMemory
+from zero2jax.memory.out_of_memory import explained
 from zero2jax.memory.step_options import step_options
 from zero2jax.offload.between import from_host, to_host
 from zero2jax.offload.host_memory import check_hosts, memory_row
@@ -93,6 +95,7 @@ class Engine:
       compiler_options: for the compilation of this step alone: "latency", "memory" or "deterministic", see
         `zero2jax.memory.step_options`; options as for `jax.jit`; or a function that makes them from the shard plan of
         the parameters. What the installed compiler does not have is named.
+      memory_breakdown: put the devices' memory into the metrics of each step.
 
     Example:
       >>> import jax.numpy as jnp, optax, zero2jax
@@ -128,6 +131,7 @@ class Engine:
         activations: ActivationSettings | None = None,
         offload: OffloadSettings | None = None,
         compiler_options: str | CompilerOptions = None,
+        memory_breakdown: bool = False,
     ):
         expect_joined()
         self.loss_fn = loss_fn
@@ -167,6 +171,7 @@ class Engine:
         self._compiler_options = step_options(compiler_options, mesh)
         self._functions: Compiled | None = None
         self._watch = ExhaustionWatch(self.settings.loss_scale)
+        self._memory = StepMemory() if memory_breakdown else None
         self._profile: tuple[Compiled, ActivationProfile] | None = None
 
     @property
@@ -297,12 +302,14 @@ class Engine:
           `learning_rate`, NaN if the optimizer's state does not show it (`optax.inject_hyperparams` does); `applied`,
           whether the update was; `weight`, the total weight; `aux`, what the loss function returned besides, if it did,
           averaged; `loss_scale`, `num_skipped` and `loss_scale_exhausted` with a loss scale (`LossScale.after`);
-          `activation_profile`, measured before the first step, with `profile` in the activation settings.
+          `activation_profile`, measured before the first step, with `profile` in the activation settings;
+          `memory_in_use_bytes` and others, numbers, with `memory_breakdown` (`zero2jax.memory.breakdown`).
 
         Raises:
           ValueError: the batch does not divide; the state has another structure or was donated; the loss is not a
             scalar; at the first step, processes were given different loss functions or optimizers (named).
           TypeError: the loss function takes other arguments.
+          OutOfMemoryError: a device has no room; says who holds what, and the cheapest ways out.
           LossScaleError: two steps before, gradients overflowed at the minimum loss scale.
         """
         # Processes compare how many steps they have begun.
@@ -314,7 +321,7 @@ class Engine:
         wanted = self.activations is not None and self.activations.profile
         profile = self._profiled(batch, loss_args) if wanted else None  # before the state is donated
         compiled, traced = self._compiled, is_traced(args)
-        with self._running(traced):
+        with self._running(traced, state):
             if not traced:
                 self._watch.check()
             if not compiled.compared and spans_processes(self.mesh) and not traced:
@@ -326,6 +333,8 @@ class Engine:
         # said here: inside the step, jax_debug_nans would stumble over it
         if metrics["learning_rate"] is None:
             metrics["learning_rate"] = np.float32(np.nan)
+        if self._memory is not None and not traced:
+            metrics |= self._memory.metrics()
         if profile is not None:
             metrics["activation_profile"] = profile.as_dict()
         return state, metrics
@@ -343,7 +352,7 @@ class Engine:
         check_batch(batch, self.num_batch_shards, 1)
         evaluate = self._compiled.evaluate(loss_fn or self.loss_fn)
         args = (self._compiled.on_devices(state), *self._placed(batch, loss_args))
-        with self._running(is_traced(args)):
+        with self._running(is_traced(args), state):
             means = self._settled(evaluate(*args))
         return means.loss if means.aux is None else (means.loss, means.aux)
 
@@ -411,11 +420,12 @@ class Engine:
         return self._profile[1]
 
     @contextlib.contextmanager
-    def _running(self, traced: bool = False) -> Iterator[None]:
+    def _running(self, traced: bool = False, state: TrainState | None = None) -> Iterator[None]:
         """Around a program of ours: under the engine's mesh, if `jax.set_mesh` has set one, and errors explained."""
+        program = lambda: None if self._functions is None else self._blueprint.program(self.layout)
         set_by_user = not (traced or jax.sharding.get_abstract_mesh().empty)
         own = jax.set_mesh(self.mesh) if set_by_user else contextlib.nullcontext()
-        with losses.noted_errors(self.axes.names), own:
+        with explained(program, state), losses.noted_errors(self.axes.names), own:
             yield
 
     def _placed(self, batch: PyTree, loss_args: LossArgs) -> tuple[PyTree, dict[str, PyTree]]:

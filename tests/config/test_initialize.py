@@ -149,7 +149,6 @@ OBSERVERS = {
     "wandb": {"enabled": True},
     "flops_profiler": {"enabled": True, "profile_step": 3},
     "wall_clock_breakdown": True,
-    "memory_breakdown": True,
     "dump_state": True,
     "steps_per_print": 10,
     "comet": {"enabled": True},

@@ -105,6 +105,7 @@ def initialize(
         activations=activations or _activations(settings, mesh),
         offload=offload or settings.offload,
         compiler_options=_options(settings, mesh),
+        memory_breakdown=loaded.memory_breakdown,
     )
     engine.config = dict(loaded.source)
     return engine

@@ -67,6 +67,7 @@ _IMPLEMENTED = {
             "gradient_allreduce_op": "mean over the devices, or sum of their means",
             "data_types.grad_accum_dtype": "dtype of the gradient accumulator, every stage; null = fp32",
             "data_types.param_dtype": "must agree with fp16 and bf16",
+            "memory_breakdown": "bytes in use and their peak in the metrics of each step",
             "xla_preset": "not DeepSpeed's: XLA's options of the step, latency, memory or deterministic",
             "tensor_parallel": "autotp_size: size of the axis `model` that the mesh must have; see param_specs",
         },
@@ -293,7 +294,6 @@ _NOT_YET = {
             "fp16.fp16_master_weights_and_grads": "no fp32 masters",
             "bf16.bf16_optimizer_states": "bf16 optimizer state",
             "wall_clock_breakdown": "time of each phase",
-            "memory_breakdown": "memory lines",
             "dump_state": "print of the state at the start",
         },
     ),
@@ -377,7 +377,6 @@ _CONVERTED = _table(
 OBSERVING = frozenset(
     {
         "wall_clock_breakdown",
-        "memory_breakdown",
         "dump_state",
         "flops_profiler.enabled",
         "tensorboard.enabled",

@@ -1,7 +1,6 @@
 """XLA's options of one step: presets by name, each option checked against the compiler that is installed.
 
-Options go to the compilation of the step alone (`compiler_options` of `jax.jit`), never to the process. A compiler that
-does not have one refuses the whole program when it is compiled, so they are tried on an empty one first: those of a
+Options go to the X those of a
 preset that it does not have are left out and named in a warning, those that somebody has written are an error.
 
     latency         hide communication behind products, for memory
@@ -46,8 +45,10 @@ _ON_GPU: dict[str, Options] = {
         "xla_gpu_all_reduce_combine_threshold_bytes": 0,
     },
     "deterministic": {
+        "xla_gpu_enable_scatter_determinism_expander": True,
+        # and kernels by a table, not by timing: refused where there is no GPU whose table that could be
         "xla_gpu_exclude_nondeterministic_ops": True,
-        "xla_gpu_autotune_level": 0,
+        "xla_gpu_deterministic_ops": True,
     },
 }
 _ON_CPU: dict[str, Options] = {
@@ -82,21 +83,22 @@ def installed_options(preset: str, device: jax.Device) -> Options:
     """The options of a preset that the compiler for a device has; warns of the others by name."""
     options = preset_options(preset, device.platform)
     refused = refused_options(options, device)
+    taken = {name: value for name, value in options.items() if name not in refused}
     if refused:
         warnings.warn(
-            f"compiler_options={preset!r}: jax {jax.__version__} has no {', '.join(sorted(refused))}, left out. The "
-            f"others apply: {', '.join(name for name in options if name not in refused) or 'none'}.",
+            f"compiler_options={preset!r}: the compiler of jax {jax.__version__} does not take "
+            f"{', '.join(sorted(refused))} here, left out. The others apply: {', '.join(taken) or 'none'}.",
             stacklevel=2,
         )
-    return {name: value for name, value in options.items() if name not in refused}
+    return taken
 
 
 def refused_options(options: Mapping[str, Any], device: jax.Device) -> dict[str, str]:
-    """Options that the compiler for a device refuses, and why, in its own words. Compiles an empty program."""
+    """Options that the compiler for a device refuses, and why, in its own words. Compiles a product."""
     if not options:
         return {}
     try:
-        _compile_empty(options, device)
+        _compile_product(options, device)
     except jax.errors.JaxRuntimeError as error:
         if len(options) == 1:
             return {next(iter(options)): str(error)}
@@ -109,9 +111,10 @@ def refused_options(options: Mapping[str, Any], device: jax.Device) -> dict[str,
     return {}
 
 
-def _compile_empty(options: Mapping[str, Any], device: jax.Device) -> None:
-    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
-    jax.jit(lambda x: x, compiler_options=dict(options)).lower(scalar).compile()
+def _compile_product(options: Mapping[str, Any], device: jax.Device) -> None:
+    # as large as those for which the compiler of a GPU chooses a kernel
+    matrix = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=SingleDeviceSharding(device))
+    jax.jit(lambda x: x @ x, compiler_options=dict(options)).lower(matrix).compile()
 
 
 def checked_options(options: Mapping[str, Any], device: jax.Device) -> Options:
