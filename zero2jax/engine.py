@@ -26,9 +26,10 @@ from zero2jax.base.batches import (
     place_loss_args,
 )
 from zero2jax.base.losses import LossFn
-from zero2jax.base.mesh import DATA_AXIS, DataAxes, axis_size, data_axes, make_mesh
+from zero2jax.base.mesh import DATA_AXIS, axis_size, data_axes, make_mesh
 from zero2jax.base.pytrees import LeafPredicate, PyTree, check_alive, is_function, is_traced, shapes_of
 from zero2jax.base.transformation import checked_transformation
+from zero2jax.memory.arena import ArenaCompiled, checked_arena, delete_arena, in_arena
 from zero2jax.memory.breakdown import StepMemory
 from zero2jax.memory.out_of_memory import explained
 from zero2jax.memory.step_options import step_options
@@ -52,15 +53,15 @@ from zero2jax.zero.compiled import Compiled, CompilerOptions
 from zero2jax.zero.loss_scale import ExhaustionWatch, LossScale
 from zero2jax.zero.placement import check_init_arguments, first_state, made_shapes
 from zero2jax.zero.precision import Precision
-from zero2jax.zero.settings import StepSettings
-from zero2jax.zero.state import Layout, TrainState, check_state, place_state
+from zero2jax.zero.settings import StepSettings, WithSettings
+from zero2jax.zero.state import Layout, TrainState, check_state
 from zero2jax.zero.step import Metrics
 
 LossArgs = Mapping[str, PyTree] | None
 """Arrays that are not per example, by the names that the loss function has for them."""
 
 
-class Engine:
+class Engine(WithSettings):
     """Trains `loss_fn` with state sharded over the data axis of `mesh`, as ZeRO stage 0, 1, 2 or 3.
 
     Args:
@@ -92,6 +93,8 @@ class Engine:
         keeping a copy of it in each group of devices; see `zero2jax.base.mesh.DataAxes`.
       activations: what is saved of the loss function's layers for backward, and where; None leaves it to the loss.
       offload: store masters and optimizer state in host memory and update them there; None keeps them on the devices.
+      arena: store the state in a few large buffers, of which the leaves are views inside the step: fewer arguments, for
+        memory; see `zero2jax.memory.arena`. `unpacked` has the leaves.
       compiler_options: for the compilation of this step alone: "latency", "memory" or "deterministic", see
         `zero2jax.memory.step_options`; options as for `jax.jit`; or a function that makes them from the shard plan of
         the parameters. What the installed compiler does not have is named.
@@ -130,6 +133,7 @@ class Engine:
         shard_over_replicas: bool = False,
         activations: ActivationSettings | None = None,
         offload: OffloadSettings | None = None,
+        arena: bool = False,
         compiler_options: str | CompilerOptions = None,
         memory_breakdown: bool = False,
     ):
@@ -154,6 +158,7 @@ class Engine:
         self.config: Mapping[str, Any] | None = None  # the configuration it was made from, for the record
         self.activations = activations
         self.offload = offload
+        self.arena = checked_arena(arena, offload)
         # made once: it says what it has to say once
         loss = losses.normalized(loss_fn)
         if activations is not None:
@@ -173,31 +178,6 @@ class Engine:
         self._watch = ExhaustionWatch(self.settings.loss_scale)
         self._memory = StepMemory() if memory_breakdown else None
         self._profile: tuple[Compiled, ActivationProfile] | None = None
-
-    @property
-    def stage(self) -> int:
-        """ZeRO stage, 0 to 3."""
-        return self.settings.stage
-
-    @property
-    def num_microbatches(self) -> int:
-        """The number of slices of each device's part of a batch."""
-        return self.settings.num_microbatches
-
-    @property
-    def batch_size(self) -> int | None:
-        """Examples of every batch over all devices; None takes it from the data."""
-        return self.settings.batch_size
-
-    @property
-    def precision(self) -> Precision:
-        """The dtypes of a step."""
-        return self.settings.precision
-
-    @property
-    def axes(self) -> DataAxes:
-        """The mesh axes that hold different examples."""
-        return self.settings.axes
 
     @property
     def tx(self) -> optax.GradientTransformationExtraArgs:
@@ -246,7 +226,8 @@ class Engine:
             layout = with_residents(self._blueprint.program(layout), self.offload.ratio)
         if self._functions is None or layout != self.layout:
             args = self._blueprint.program(layout), self._compiler_options
-            self._functions = Offloaded(*args, self.offload) if self.offload else Compiled(*args)
+            plain = ArenaCompiled if self.arena else Compiled
+            self._functions = Offloaded(*args, self.offload) if self.offload else plain(*args)
         return layout.abstract_state(self.mesh)
 
     def init(
@@ -279,7 +260,8 @@ class Engine:
             expect_same_start(self._blueprint.start(self.layout), self.mesh, args if makes else params)
             self._check_host_memory()
             made = functools.partial(params, *args) if makes else params
-            state = first_state(made, self.tx, self.layout, self.mesh, self.settings.seed)
+            first = first_state(made, self.tx, self.layout, self.mesh, self.settings.seed)
+            state = self._compiled.stored(first)
         self._watch.forget()
         return state
 
@@ -314,7 +296,7 @@ class Engine:
         """
         # Processes compare how many steps they have begun.
         jax.monitoring.record_event(STEP_EVENT, num_devices=self.mesh.devices.size)
-        state = place_state(state, self.layout, self.mesh)
+        state = self._compiled.placed(state)
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         check_apart(state, {"the batch": batch, "loss_args": loss_args, "the extra arguments": extra_args})
         args = (state, *self._placed(batch, loss_args), extra_args)
@@ -348,7 +330,7 @@ class Engine:
         `loss_fn` stands in for the engine's, to turn dropout off, say; `loss_args` as for `step`. The state is not
         donated.
         """
-        state = place_state(state, self.layout, self.mesh)
+        state = self._compiled.placed(state)
         check_batch(batch, self.num_batch_shards, 1)
         evaluate = self._compiled.evaluate(loss_fn or self.loss_fn)
         args = (self._compiled.on_devices(state), *self._placed(batch, loss_args))
@@ -358,7 +340,7 @@ class Engine:
 
     def params(self, state: TrainState) -> PyTree:
         """Full parameters on every device, fp32 masters at their true shapes, gathered a layer at a time."""
-        state = place_state(state, self.layout, self.mesh)
+        state = self._compiled.placed(state)
         with self._running(is_traced(state)):
             return self._settled(self._compiled.params(state.params))
 
@@ -373,24 +355,34 @@ class Engine:
         Raises:
           ValueError: a part is neither "params" nor "opt_state"; the devices have no pinned host memory.
         """
-        check_state(state, self.layout)
+        check_state(leaves := self.unpacked(state), self.layout)
         self._compiled.forget_copies()
-        return to_host(state, self.layout, self.mesh, include)
+        there = to_host(leaves, self.layout, self.mesh, include)
+        if leaves is not state:
+            delete_arena(state)
+        return there
 
     def reload_state(self, state: TrainState) -> TrainState:
         """The state of `offload_state` back where a step takes it, bit for bit; of another state, itself."""
+        if in_arena(state):
+            return state
         check_state(state, self.layout)
         return from_host(state, self.layout, self.mesh)
+
+    def unpacked(self, state: TrainState) -> TrainState:
+        """The state with its leaves in trees: of an arena copies, which any method takes; else the state itself."""
+        return self._compiled.unpacked(state)
 
     def lower(self, batch: PyTree, *, loss_args: LossArgs = None) -> jax.stages.Lowered:
         """The step lowered for a batch of these shapes (arrays or shapes), to compile, count and audit."""
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         with self._running():
-            return self._compiled.step.lower(*self._abstract(batch, loss_args), {})  # type: ignore[no-any-return]
+            shapes = self._compiled.abstract_state(), *self._abstract(batch, loss_args)[1:]
+            return self._compiled.step.lower(*shapes, {})  # type: ignore[no-any-return]
 
     def memory(self, state: TrainState, batch: PyTree, *, loss_args: LossArgs = None) -> MemoryReport:
         """Measured bytes per device by class beside the formula; compiles the step for `batch` (arrays or shapes)."""
-        state = place_state(state, self.layout, self.mesh)
+        state = self._compiled.placed(state)
         program = self._blueprint.program(self.layout)
         with self._running():
             gradients = jax.jit(program.gradients).lower(*self._abstract(batch, loss_args)).compile()

@@ -18,7 +18,7 @@ from zero2jax.base.losses import LossFn
 from zero2jax.base.mesh import replicated
 from zero2jax.base.pytrees import PyTree
 from zero2jax.zero.shard_plan import ShardPlan
-from zero2jax.zero.state import TrainState
+from zero2jax.zero.state import TrainState, place_state
 from zero2jax.zero.step import StepProgram
 
 CompilerOptions = Mapping[str, Any] | Callable[[ShardPlan], Mapping[str, Any]] | None
@@ -72,12 +72,28 @@ class Compiled:
         return self._options
 
     def _jit_step(self, **options: Any) -> Any:
-        shardings = jax.tree.map(lambda x: x.sharding, self.layout.abstract_state(self._program.mesh))
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state())
         return jax.jit(self._program.step, out_shardings=(shardings, self._replicated), **options)
 
     def programs(self, state: TrainState, batch: PyTree, *more: PyTree) -> list[jax.stages.Lowered]:
         """What a step of these arguments runs, lowered."""
         return [self.step.lower(state, batch, *more)]
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state as a step takes it."""
+        return self.layout.abstract_state(self._program.mesh)
+
+    def placed(self, state: TrainState) -> TrainState:
+        """A state that a step may take; see `place_state`."""
+        return place_state(state, self.layout, self._program.mesh)
+
+    def stored(self, state: TrainState) -> TrainState:
+        """A new state, of leaves, as a step takes it."""
+        return state
+
+    def unpacked(self, state: TrainState) -> TrainState:
+        """The leaves of a state."""
+        return state
 
     def on_devices(self, state: TrainState) -> TrainState:
         """What the loss takes of a state: all of it is there."""
@@ -87,7 +103,7 @@ class Compiled:
         """Let go of device memory that is not part of a state: there is none."""
 
     def abstract_on_devices(self) -> TrainState:
-        """Shapes, dtypes and shardings of that."""
+        """Shapes, dtypes and shardings of that, as leaves."""
         return self.layout.abstract_state(self._program.mesh)
 
     @functools.cached_property
