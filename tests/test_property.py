@@ -44,6 +44,10 @@ def test_the_draws_hold_every_choice_and_every_model():
             d.loss_scale and d.weights == "some zero" and d.num_microbatches > 1 for d in draws
         ),
         "sums in order in groups": any(d.fp32_sum for d in grouped),
+        "an arena with a model axis, and with a frozen state": any(
+            d.arena and "model" in d.mesh for d in draws
+        )
+        and any(d.arena and d.stored for d in draws),
         "a partitioned activation": any((d.activations or {}).get("partition_axis") for d in draws),
     }
     assert all(together.values()), together

@@ -69,7 +69,7 @@ def delete_arena(state: TrainState) -> None:
 
 def pack(tree: PyTree, part: PartPlan, mesh: Mesh) -> Arena:
     """Leaves as they are stored -> buffers. Global arrays, under `jax.jit`; communicates nothing."""
-    leaves = part.plan.treedef.flatten_up_to(tree)
+    leaves = list(map(_apart_from_others, part.plan.treedef.flatten_up_to(tree)))
 
     def local(buffer: Buffer, *shards: jax.Array) -> jax.Array:
         pieces: list[jax.Array] = []
@@ -110,8 +110,14 @@ def unpack(arena: Arena, part: PartPlan, mesh: Mesh) -> PyTree:
             out_specs=[part.specs[i] for i in indices],
             check_vma=False,
         )(x)
-        leaves |= dict(zip(indices, views, strict=True))
+        leaves |= dict(zip(indices, map(_apart_from_others, views), strict=True))
     return part.plan.treedef.unflatten([leaves[i] for i in range(len(part.specs))])
+
+
+def _apart_from_others(x: jax.Array) -> jax.Array:
+    """`x`, with what makes it compiled apart from what uses it, as arguments and results of a program are: a compiler
+    that fuses arithmetic with the copy rounds otherwise."""
+    return jax.lax.optimization_barrier(x)  # type: ignore[no-any-return]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +173,8 @@ class ArenaCompiled(Compiled):
         tree = super().abstract_state()
 
         def part(plan: PartPlan, leaves: list[Any]) -> Arena:
-            apart = tuple(leaves[i] for i in plan.apart)
-            return Arena(buffer_shapes(plan, self._program.mesh), apart)
+            buffers: Any = buffer_shapes(plan, self._program.mesh)
+            return Arena(buffers, tuple(leaves[i] for i in plan.apart))
 
         return tree._replace(
             params=part(self.arena.params, jax.tree.leaves(tree.params)),

@@ -1,8 +1,8 @@
 """Where each leaf of the state lies in an arena: one buffer per dtype for the parameters, one for the optimizer state.
 
 Arithmetic on shapes, before anything is allocated. A buffer is what one device holds: the shards of all leaves of a
-dtype one after the other, each at an offset that is a multiple of the alignment. Alignment is the largest power of two up
-to 256 bytes, as the allocators of GPUs have it, whose padding stays below one percent of the buffer; a state of many
+dtype one after the other, each at an offset that is a multiple of the alignment. Alignment is the largest power of two
+up to 256 bytes, as the allocators of GPUs have it, whose padding stays below one percent of the buffer; a state of many
 scalars is packed without. A leaf that is replicated has a segment on every device, as it has a buffer there without an
 arena. Random keys, which are no numbers, and leaves without elements stay apart.
 """
