@@ -22,7 +22,9 @@ from zero2jax.offload.settings import OffloadSettings
 
 # Device memory
 from zero2jax.memory.configure import configure_memory
+from zero2jax.memory.host_arena import ArenaFullError, HostArena
 from zero2jax.memory.out_of_memory import OutOfMemoryError
+from zero2jax.memory.picture import draw_memory
 from zero2jax.memory.report import DeviceMemory, MemoryUse, memory_report, see_memory_usage
 
 # What backward keeps of the layers
@@ -93,6 +95,9 @@ __all__ = [
     "MemoryUse",
     "memory_report",
     "see_memory_usage",
+    "draw_memory",
+    "HostArena",
+    "ArenaFullError",
     # What backward keeps of the layers
     "ActivationSettings",
     "remat_layers",

@@ -23,7 +23,7 @@ FROZEN = {
         activation_checkpointing.number_checkpoints
         activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile
         activation_checkpointing.policy
-        memory.preallocate memory.fraction memory.allocator memory.collective_memory_mb
+        memory.preallocate memory.fraction memory.allocator memory.collective_memory_mb memory.arena
         xla_preset memory_breakdown
     """,
     Treatment.NO_EFFECT: """

@@ -160,3 +160,14 @@ def test_what_does_not_go_with_an_arena_is_refused_when_the_engine_is_built():
         build(arena=True, offload=zero2jax.OffloadSettings())
     with pytest.raises(ValueError, match="arena is 'yes'; it is True or False"):
         build(arena="yes")
+
+
+def test_a_configuration_asks_for_an_arena():
+    config = {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.0, "memory": {"arena": True}}
+    build = lambda config: zero2jax.initialize(mean_loss, optax.sgd(0.1), config, zero2jax.make_mesh(data=2))
+    assert build(config).arena
+    config["zero_optimization"] = {"stage": 2, "contiguous_gradients": True}
+    assert not build(config | {"memory": {}}).arena  # which would be another state than before
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    with pytest.raises(zero2jax.ConfigError, match=r"memory\.arena = true: beside offload_optimizer"):
+        build(config)

@@ -27,7 +27,7 @@ from zero2jax.config.schema import Config
 from zero2jax.config.translate import EngineSettings, translate
 from zero2jax.config.values import ConfigError, warn
 from zero2jax.engine import Engine
-from zero2jax.memory.configure import MemorySettings, write_memory
+from zero2jax.memory.configure import write_memory
 from zero2jax.memory.step_options import GPU_PLATFORMS
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.processes.agreement import expect_same
@@ -105,6 +105,7 @@ def initialize(
         activations=activations or _activations(settings, mesh),
         offload=offload or settings.offload,
         compiler_options=_options(settings, mesh),
+        arena=loaded.memory.arena,
         memory_breakdown=loaded.memory_breakdown,
     )
     engine.config = dict(loaded.source)
@@ -134,7 +135,7 @@ def _load(source: Source | None) -> Config:
 
 def _configure_memory(config: Config, mesh: Mesh | None) -> None:
     """Apply the `memory` block while there is time; of devices that are only compiled for, it says nothing."""
-    settings = MemorySettings(**dataclasses.asdict(config.memory))
+    settings = config.memory.settings
     if not settings.given or (mesh is not None and not set(mesh.devices.flat) <= set(jax.devices())):
         return
     problem = ""

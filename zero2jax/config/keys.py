@@ -111,6 +111,7 @@ _IMPLEMENTED = {
             "preallocate": "not DeepSpeed's, like this block: the pool of a GPU's client is taken at the start",
             "fraction": "part of a GPU's memory that the pool has",
             "allocator": "bfc, cuda_async, vmm or platform, as the installed jaxlib has them",
+            "arena": "masters and optimizer state in a few large buffers between steps; no bit changes",
             "collective_memory_mb": "MiB of a second pool, for buffers of collectives",
         },
         "memory.",
@@ -169,7 +170,7 @@ _NO_EFFECT = {
     **_table(
         Treatment.NO_EFFECT,
         {
-            "contiguous_gradients": _COMPILER,
+            "contiguous_gradients": "gradients lie in the step's one planned block; for the state see memory.arena",
             "reduce_scatter": "the mean is always taken by the collective the stage needs",
             "use_multi_rank_bucket_allreduce": "gradients are reduce-scattered, never all-reduced and sliced",
             "allgather_partitions": "parameters are always all-gathered",

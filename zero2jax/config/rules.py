@@ -11,7 +11,6 @@ from zero2jax.config.keys import KEYS, OBSERVING, Treatment, key_of
 from zero2jax.config.params import SGDParams, WarmupCosineLRParams, WarmupDecayLRParams, WarmupLRParams
 from zero2jax.config.schema import Config
 from zero2jax.config.values import Report, shown
-from zero2jax.memory.configure import MemorySettings
 
 _SWITCHES = ("enabled", "device")
 _SWITCHED = (
@@ -174,10 +173,14 @@ def _memory_rules(config: Config, report: Report) -> None:
     if not report.sound("memory"):
         return
     try:
-        MemorySettings(**dataclasses.asdict(config.memory))
+        _ = config.memory.settings
     except ValueError as error:
         report.errors.append(f"memory: {error}")
         report.broken.append("memory")
+    block = config.zero_optimization.offload_optimizer
+    if config.memory.arena and block is not None and block.device != "none" and block.ratio > 0:
+        rule = "beside offload_optimizer the host stores the state leaf by leaf"
+        report.error("memory.arena", True, rule, "Leave one of the two out.")
 
 
 def _optimizer_rules(config: Config, report: Report) -> None:

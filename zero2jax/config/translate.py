@@ -123,7 +123,7 @@ def translate(
         config=config,
         step=step,
         offload=offload,
-        memory=MemorySettings(**dataclasses.asdict(config.memory)),
+        memory=config.memory.settings,
         activations=activations_of(config),
     )
 

@@ -7,6 +7,7 @@
     host_arena   one buffer of host memory for arrays that come and go: best fit, merging, defragmentation
     report       what devices and host hold now, by class, and how fragmented the pool is
     out_of_memory  RESOURCE_EXHAUSTED explained: who holds what, and the cheapest ways out
+    picture      measured memory as a PNG
     breakdown    memory in the metrics of each step
 
 Imports `base`, `zero` and `programs`.
