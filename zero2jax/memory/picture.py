@@ -75,6 +75,7 @@ def _draw_steps(axes: Any, steps: Sequence[MemoryUse]) -> None:
     if all(device.peak_bytes is not None for device in fullest):
         peaks = [(device.peak_bytes or 0) / scale for device in fullest]
         axes.plot(range(len(steps)), peaks, color="black", linestyle=":", label="peak so far")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="step", ylabel=f"{unit} on the fullest device", title="Over the steps")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, fontsize=8, frameon=False)
 
