@@ -32,9 +32,6 @@ _ON_GPU: dict[str, Options] = {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         # a loop's body twice, so that one layer's collectives run beside the products of the next
         "xla_gpu_enable_while_loop_unrolling": _DOUBLE_BUFFER,
-        # until jax 0.11; later ones always do so
-        "xla_gpu_enable_pipelined_all_gather": True,
-        "xla_gpu_enable_pipelined_reduce_scatter": True,
     },
     "memory": {
         "xla_gpu_enable_latency_hiding_scheduler": False,

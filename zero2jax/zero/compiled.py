@@ -17,6 +17,7 @@ from zero2jax.base import losses
 from zero2jax.base.losses import LossFn
 from zero2jax.base.mesh import replicated
 from zero2jax.base.pytrees import PyTree
+from zero2jax.zero.schedule import with_pipelined_gathers
 from zero2jax.zero.shard_plan import ShardPlan
 from zero2jax.zero.state import TrainState, place_state
 from zero2jax.zero.step import StepProgram
@@ -68,7 +69,10 @@ class Compiled:
         """The compiler options of the step."""
         if self._options is None:
             given = self._given_options
-            self._options = dict(given(self.layout.params) if callable(given) else given or {})
+            given = given(self.layout.params) if callable(given) else given or {}
+            self._options = with_pipelined_gathers(
+                given, self._program.settings.step.stage, self._program.mesh
+            )
         return self._options
 
     def _jit_step(self, **options: Any) -> Any:
