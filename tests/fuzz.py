@@ -82,6 +82,7 @@ class Draw:
     skip_nonfinite: bool
     loss_scale: float | None
     fp32_sum: bool
+    arena: bool
     master_dtype: str = "fp32"
     state_dtype: str = "fp32"
     stochastic_rounding: bool | None = None
@@ -198,6 +199,7 @@ def draw(seed: int) -> Draw:
         skip_nonfinite=pick(True, False),
         loss_scale=pick(None, None, 8.0),
         fp32_sum=pick(False, False, True),
+        arena=pick(False, False, True),
     )
     return dataclasses.replace(drawn, **_draw_stored(rng, drawn.optimizer))
 
@@ -269,6 +271,7 @@ def by_engine(draw: Draw) -> Result:
         gather=draw.gather,
         seed=draw.seed,
         shard_over_replicas=draw.over_replicas,
+        arena=draw.arena,
         activations=None if draw.activations is None else zero2jax.ActivationSettings(**draw.activations),
     )
     batch = draw.batches[0] if draw.reads_layers else None

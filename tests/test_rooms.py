@@ -6,7 +6,7 @@ from pathlib import Path
 import zero2jax
 
 PACKAGE = Path(zero2jax.__file__).parent
-CORE = {"base", "zero", "activations", "offload", "programs", "processes"}
+CORE = {"base", "zero", "activations", "offload", "memory", "programs", "processes"}
 MAY_IMPORT = {
     "base": set(),
     "zero": {"base"},
@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "offload": {"base", "zero"},
     "processes": {"base"},
     "programs": {"base", "zero"},
+    "memory": {"base", "zero", "programs"},
     "engine": CORE,
     "config": {*CORE, "engine"},
     "checkpoints": {*CORE, "engine"},

@@ -20,6 +20,13 @@ from zero2jax.zero.shard_optimizer import shard_optimizer
 # Masters and optimizer state in host memory
 from zero2jax.offload.settings import OffloadSettings
 
+# Device memory
+from zero2jax.memory.configure import configure_memory
+from zero2jax.memory.host_arena import ArenaFullError, HostArena
+from zero2jax.memory.out_of_memory import OutOfMemoryError
+from zero2jax.memory.picture import draw_memory
+from zero2jax.memory.report import DeviceMemory, MemoryUse, memory_report, see_memory_usage
+
 # What backward keeps of the layers
 from zero2jax.activations.layers import ActivationSettings, remat_layers
 from zero2jax.activations.policies import remat_policy
@@ -81,6 +88,16 @@ __all__ = [
     "shard_optimizer",
     # Masters and optimizer state in host memory
     "OffloadSettings",
+    # Device memory
+    "configure_memory",
+    "OutOfMemoryError",
+    "DeviceMemory",
+    "MemoryUse",
+    "memory_report",
+    "see_memory_usage",
+    "draw_memory",
+    "HostArena",
+    "ArenaFullError",
     # What backward keeps of the layers
     "ActivationSettings",
     "remat_layers",

@@ -26,9 +26,13 @@ from zero2jax.base.batches import (
     place_loss_args,
 )
 from zero2jax.base.losses import LossFn
-from zero2jax.base.mesh import DATA_AXIS, DataAxes, axis_size, data_axes, make_mesh
+from zero2jax.base.mesh import DATA_AXIS, axis_size, data_axes, make_mesh
 from zero2jax.base.pytrees import LeafPredicate, PyTree, check_alive, is_function, is_traced, shapes_of
 from zero2jax.base.transformation import checked_transformation
+from zero2jax.memory.arena import ArenaCompiled, checked_arena, delete_arena, in_arena
+from zero2jax.memory.breakdown import StepMemory
+from zero2jax.memory.out_of_memory import explained
+from zero2jax.memory.step_options import step_options
 from zero2jax.offload.between import from_host, to_host
 from zero2jax.offload.host_memory import check_hosts, memory_row
 from zero2jax.offload.host_mesh import host_mesh
@@ -47,23 +51,17 @@ from zero2jax.programs.memory import MemoryReport, measure_memory
 from zero2jax.zero.blueprint import Blueprint
 from zero2jax.zero.compiled import Compiled, CompilerOptions
 from zero2jax.zero.loss_scale import ExhaustionWatch, LossScale
-from zero2jax.zero.placement import (
-    check_init_arguments,
-    made_shapes,
-    make_opt_state,
-    make_params,
-    place_params,
-)
+from zero2jax.zero.placement import check_init_arguments, first_state, made_shapes
 from zero2jax.zero.precision import Precision
-from zero2jax.zero.settings import StepSettings
-from zero2jax.zero.state import Layout, TrainState, check_state, place_state
+from zero2jax.zero.settings import StepSettings, WithSettings
+from zero2jax.zero.state import Layout, TrainState, check_state
 from zero2jax.zero.step import Metrics
 
 LossArgs = Mapping[str, PyTree] | None
 """Arrays that are not per example, by the names that the loss function has for them."""
 
 
-class Engine:
+class Engine(WithSettings):
     """Trains `loss_fn` with state sharded over the data axis of `mesh`, as ZeRO stage 0, 1, 2 or 3.
 
     Args:
@@ -95,8 +93,12 @@ class Engine:
         keeping a copy of it in each group of devices; see `zero2jax.base.mesh.DataAxes`.
       activations: what is saved of the loss function's layers for backward, and where; None leaves it to the loss.
       offload: store masters and optimizer state in host memory and update them there; None keeps them on the devices.
-      compiler_options: for the compilation of this step alone, as for `jax.jit`; or a function that makes them
-        from the shard plan of the parameters.
+      arena: store the state in a few large buffers, of which the leaves are views inside the step: fewer arguments, for
+        memory; see `zero2jax.memory.arena`. `unpacked` has the leaves.
+      compiler_options: for the compilation of this step alone: "latency", "memory" or "deterministic", see
+        `zero2jax.memory.step_options`; options as for `jax.jit`; or a function that makes them from the shard plan of
+        the parameters. What the installed compiler does not have is named.
+      memory_breakdown: put the devices' memory into the metrics of each step.
 
     Example:
       >>> import jax.numpy as jnp, optax, zero2jax
@@ -131,7 +133,9 @@ class Engine:
         shard_over_replicas: bool = False,
         activations: ActivationSettings | None = None,
         offload: OffloadSettings | None = None,
-        compiler_options: CompilerOptions = None,
+        arena: bool = False,
+        compiler_options: str | CompilerOptions = None,
+        memory_breakdown: bool = False,
     ):
         expect_joined()
         self.loss_fn = loss_fn
@@ -154,6 +158,7 @@ class Engine:
         self.config: Mapping[str, Any] | None = None  # the configuration it was made from, for the record
         self.activations = activations
         self.offload = offload
+        self.arena = checked_arena(arena, offload)
         # made once: it says what it has to say once
         loss = losses.normalized(loss_fn)
         if activations is not None:
@@ -168,40 +173,21 @@ class Engine:
             layer_dims=layer_dims,
             host=None if offload is None else host_mesh(mesh, offload),
         )
-        self._compiler_options = compiler_options
+        self._compiler_options = step_options(compiler_options, mesh)
         self._functions: Compiled | None = None
         self.overflow_watch = ExhaustionWatch(self.settings.loss_scale)
+        self._memory = StepMemory() if memory_breakdown else None
         self._profile: tuple[Compiled, ActivationProfile] | None = None
-
-    @property
-    def stage(self) -> int:
-        """ZeRO stage, 0 to 3."""
-        return self.settings.stage
-
-    @property
-    def num_microbatches(self) -> int:
-        """The number of slices of each device's part of a batch."""
-        return self.settings.num_microbatches
-
-    @property
-    def batch_size(self) -> int | None:
-        """Examples of every batch over all devices; None takes it from the data."""
-        return self.settings.batch_size
-
-    @property
-    def precision(self) -> Precision:
-        """The dtypes of a step."""
-        return self.settings.precision
-
-    @property
-    def axes(self) -> DataAxes:
-        """The mesh axes that hold different examples."""
-        return self.settings.axes
 
     @property
     def tx(self) -> optax.GradientTransformationExtraArgs:
         """The optimizer."""
         return self._blueprint.tx
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """XLA's options of the step, those that the installed compiler has; known when `layout` is."""
+        return self._compiled.options
 
     @property
     def layout(self) -> Layout:
@@ -240,7 +226,8 @@ class Engine:
             layout = with_residents(self._blueprint.program(layout), self.offload.ratio)
         if self._functions is None or layout != self.layout:
             args = self._blueprint.program(layout), self._compiler_options
-            self._functions = Offloaded(*args, self.offload) if self.offload else Compiled(*args)
+            plain = ArenaCompiled if self.arena else Compiled
+            self._functions = Offloaded(*args, self.offload) if self.offload else plain(*args)
         return layout.abstract_state(self.mesh)
 
     def init(
@@ -264,24 +251,20 @@ class Engine:
             were given different settings, parameters or arguments (named).
           TypeError: the function takes other arguments.
         """
+        makes = is_function(params)
         with self._running():
             check_init_arguments(params, args)
-            if is_function(params):
-                abstract = self.abstract_state(made_shapes(params, args), batch=batch, loss_args=loss_args)
-                expect_same_start(self._blueprint.start(self.layout), self.mesh, args)
-                self._check_host_memory()
-                placed = make_params(functools.partial(params, *args), self.layout, self.mesh)
-            else:
+            if not makes:
                 check_alive(params, "the parameters", "It was donated: pass parameters that are still there.")
-                abstract = self.abstract_state(params, batch=batch, loss_args=loss_args)
-                expect_same_start(self._blueprint.start(self.layout), self.mesh, params)
-                self._check_host_memory()
-                placed = place_params(params, self.layout, self.mesh)
-            opt_state = make_opt_state(self.tx, placed, self.layout, self.mesh)
-            first = functools.partial(self.layout.first_scalars, self.settings.seed)
-            step, rng, loss_scale = jax.jit(first, out_shardings=abstract.step.sharding)()
+            shapes = made_shapes(params, args) if makes else params
+            self.abstract_state(shapes, batch=batch, loss_args=loss_args)
+            expect_same_start(self._blueprint.start(self.layout), self.mesh, args if makes else params)
+            self._check_host_memory()
+            made = functools.partial(params, *args) if makes else params
+            first = first_state(made, self.tx, self.layout, self.mesh, self.settings.seed)
+            state = self._compiled.stored(first)
         self.overflow_watch.forget()
-        return TrainState(step=step, params=placed, opt_state=opt_state, rng=rng, loss_scale=loss_scale)
+        return state
 
     def step(
         self, state: TrainState, batch: PyTree, *, loss_args: LossArgs = None, **extra_args: Any
@@ -302,24 +285,26 @@ class Engine:
           `learning_rate`, NaN if the optimizer's state does not show it (`optax.inject_hyperparams` does); `applied`,
           whether the update was; `weight`, the total weight; `aux`, what the loss function returned besides, if it did,
           averaged; `loss_scale`, `num_skipped` and `loss_scale_exhausted` with a loss scale (`LossScale.after`);
-          `activation_profile`, measured before the first step, with `profile` in the activation settings.
+          `activation_profile`, measured before the first step, with `profile` in the activation settings;
+          `memory_in_use_bytes` and others, numbers, with `memory_breakdown` (`zero2jax.memory.breakdown`).
 
         Raises:
           ValueError: the batch does not divide; the state has another structure or was donated; the loss is not a
             scalar; at the first step, processes were given different loss functions or optimizers (named).
           TypeError: the loss function takes other arguments.
+          OutOfMemoryError: a device has no room; says who holds what, and the cheapest ways out.
           LossScaleError: two steps before, gradients overflowed at the minimum loss scale.
         """
         # Processes compare how many steps they have begun.
         jax.monitoring.record_event(STEP_EVENT, num_devices=self.mesh.devices.size)
-        state = place_state(state, self.layout, self.mesh)
+        state = self._compiled.placed(state)
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         check_apart(state, {"the batch": batch, "loss_args": loss_args, "the extra arguments": extra_args})
         args = (state, *self._placed(batch, loss_args), extra_args)
         wanted = self.activations is not None and self.activations.profile
         profile = self._profiled(batch, loss_args) if wanted else None  # before the state is donated
         compiled, traced = self._compiled, is_traced(args)
-        with self._running(traced):
+        with self._running(traced, state):
             if not traced:
                 self.overflow_watch.check()
             if not compiled.compared and spans_processes(self.mesh) and not traced:
@@ -331,6 +316,8 @@ class Engine:
         # said here: inside the step, jax_debug_nans would stumble over it
         if metrics["learning_rate"] is None:
             metrics["learning_rate"] = np.float32(np.nan)
+        if self._memory is not None and not traced:
+            metrics |= self._memory.metrics()
         if profile is not None:
             metrics["activation_profile"] = profile.as_dict()
         return state, metrics
@@ -344,17 +331,17 @@ class Engine:
         `loss_fn` stands in for the engine's, to turn dropout off, say; `loss_args` as for `step`. The state is not
         donated.
         """
-        state = place_state(state, self.layout, self.mesh)
+        state = self._compiled.placed(state)
         check_batch(batch, self.num_batch_shards, 1)
         evaluate = self._compiled.evaluate(loss_fn or self.loss_fn)
         args = (self._compiled.on_devices(state), *self._placed(batch, loss_args))
-        with self._running(is_traced(args)):
+        with self._running(is_traced(args), state):
             means = self._settled(evaluate(*args))
         return means.loss if means.aux is None else (means.loss, means.aux)
 
     def params(self, state: TrainState) -> PyTree:
         """Full parameters on every device, masters as stored, at their true shapes, gathered a layer at a time."""
-        state = place_state(state, self.layout, self.mesh)
+        state = self._compiled.placed(state)
         with self._running(is_traced(state)):
             return self._settled(self._compiled.params(state.params))
 
@@ -369,24 +356,34 @@ class Engine:
         Raises:
           ValueError: a part is neither "params" nor "opt_state"; the devices have no pinned host memory.
         """
-        check_state(state, self.layout)
+        check_state(leaves := self.unpacked(state), self.layout)
         self._compiled.forget_copies()
-        return to_host(state, self.layout, self.mesh, include)
+        there = to_host(leaves, self.layout, self.mesh, include)
+        if leaves is not state:
+            delete_arena(state)
+        return there
 
     def reload_state(self, state: TrainState) -> TrainState:
         """The state of `offload_state` back where a step takes it, bit for bit; of another state, itself."""
+        if in_arena(state):
+            return state
         check_state(state, self.layout)
         return from_host(state, self.layout, self.mesh)
+
+    def unpacked(self, state: TrainState) -> TrainState:
+        """The state with its leaves in trees: of an arena copies, which any method takes; else the state itself."""
+        return self._compiled.unpacked(state)
 
     def lower(self, batch: PyTree, *, loss_args: LossArgs = None) -> jax.stages.Lowered:
         """The step lowered for a batch of these shapes (arrays or shapes), to compile, count and audit."""
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         with self._running():
-            return self._compiled.step.lower(*self._abstract(batch, loss_args), {})  # type: ignore[no-any-return]
+            shapes = self._compiled.abstract_state(), *self._abstract(batch, loss_args)[1:]
+            return self._compiled.step.lower(*shapes, {})  # type: ignore[no-any-return]
 
     def memory(self, state: TrainState, batch: PyTree, *, loss_args: LossArgs = None) -> MemoryReport:
         """Measured bytes per device by class beside the formula; compiles the step for `batch` (arrays or shapes)."""
-        state = place_state(state, self.layout, self.mesh)
+        state = self._compiled.placed(state)
         program = self._blueprint.program(self.layout)
         with self._running():
             gradients = jax.jit(program.gradients).lower(*self._abstract(batch, loss_args)).compile()
@@ -401,11 +398,6 @@ class Engine:
         Raises:
           ValueError: the engine has no activation settings.
         """
-        if self.activations is None:
-            raise ValueError(
-                "profiling saved activations: this engine leaves them to the loss function. Pass "
-                "Engine(activations=ActivationSettings(...)), or switch on a key of activation_checkpointing."
-            )
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         shapes = self._abstract(batch, loss_args)
         trace = lambda loss: jax.eval_shape(self._blueprint.program(self.layout, loss).gradients, *shapes)
@@ -421,11 +413,12 @@ class Engine:
         return self._profile[1]
 
     @contextlib.contextmanager
-    def _running(self, traced: bool = False) -> Iterator[None]:
+    def _running(self, traced: bool = False, state: TrainState | None = None) -> Iterator[None]:
         """Around a program of ours: under the engine's mesh, if `jax.set_mesh` has set one, and errors explained."""
+        program = lambda: None if self._functions is None else self._blueprint.program(self.layout)
         set_by_user = not (traced or jax.sharding.get_abstract_mesh().empty)
         own = jax.set_mesh(self.mesh) if set_by_user else contextlib.nullcontext()
-        with losses.noted_errors(self.axes.names), own:
+        with explained(program, state), losses.noted_errors(self.axes.names), own:
             yield
 
     def _placed(self, batch: PyTree, loss_args: LossArgs) -> tuple[PyTree, dict[str, PyTree]]:

@@ -10,6 +10,7 @@ import pytest
 
 import zero2jax
 from zero2jax.checkpoints.format import Checkpoint
+from zero2jax.config import initialize
 
 BATCH = np.arange(16, dtype=np.float32).reshape(8, 2) / 7 - 1
 
@@ -148,7 +149,6 @@ OBSERVERS = {
     "wandb": {"enabled": True},
     "flops_profiler": {"enabled": True, "profile_step": 3},
     "wall_clock_breakdown": True,
-    "memory_breakdown": True,
     "dump_state": True,
     "steps_per_print": 10,
     "comet": {"enabled": True},
@@ -319,3 +319,21 @@ def test_one_device_warns_that_nothing_is_saved():
         zero2jax.initialize(
             loss_fn, optax.sgd(0.1), {"zero_optimization": {"stage": 2}}, zero2jax.make_mesh(data=1)
         )
+
+
+def test_a_memory_block_has_no_effect_without_gpus_and_says_so(monkeypatch):
+    config = {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.0, "memory": {"fraction": 0.8}}
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "")
+    for mesh in (None, zero2jax.make_mesh(data=2)):
+        with pytest.warns(zero2jax.ConfigWarning, match="memory.fraction: no effect on platform 'cpu'"):
+            start(config, mesh)
+    monkeypatch.setattr(initialize, "GPU_PLATFORMS", ("cpu",))
+    with pytest.raises(
+        zero2jax.ConfigError, match=r"memory: .* by fraction=0.8: a device has been used before"
+    ):
+        start(config)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.8")
+    start(config)
+    config["memory"] = {"allocator": "platform", "fraction": 0.8}
+    with pytest.raises(zero2jax.ConfigError, match=r"fraction is 0\.8 and the allocator is 'platform'"):
+        start(config)

@@ -24,6 +24,8 @@ FROZEN = {
         activation_checkpointing.number_checkpoints
         activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile
         activation_checkpointing.policy
+        memory.preallocate memory.fraction memory.allocator memory.collective_memory_mb memory.arena
+        xla_preset memory_breakdown
     """,
     Treatment.NO_EFFECT: """
         zero_optimization.contiguous_gradients zero_optimization.reduce_scatter
@@ -67,7 +69,7 @@ FROZEN = {
         zero_optimization.zero_quantized_weights
         zero_optimization.zero_quantized_nontrainable_weights
         zero_optimization.zero_quantized_gradients zero_optimization.zeropp_loco_param
-        wall_clock_breakdown memory_breakdown dump_state
+        wall_clock_breakdown dump_state
         flops_profiler.enabled flops_profiler.recompute_fwd_factor flops_profiler.profile_step
         flops_profiler.module_depth flops_profiler.top_modules flops_profiler.detailed
         flops_profiler.output_file tensorboard.enabled tensorboard.output_path tensorboard.job_name

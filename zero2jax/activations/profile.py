@@ -93,7 +93,7 @@ class ActivationProfile:
 
 def profile_loss(
     loss: Callable[..., Any],
-    settings: ActivationSettings,
+    settings: ActivationSettings | None,
     trace: Callable[[Callable[..., Any]], Any],
     device: jax.Device,
 ) -> ActivationProfile:
@@ -104,7 +104,15 @@ def profile_loss(
       settings: what is saved; partitioning and offload, which one device cannot show, are left out.
       trace: traces the computation that the loss belongs to, with the function it is given in the place of the loss.
       device: where to run.
+
+    Raises:
+      ValueError: there are no settings.
     """
+    if settings is None:
+        raise ValueError(
+            "profiling saved activations: this engine leaves them to the loss function. Pass "
+            "Engine(activations=ActivationSettings(...)), or switch on a key of activation_checkpointing."
+        )
     segments: list[Segment] = []
     local = dataclasses.replace(settings, partition_axis=None, offload=False)
     with warnings.catch_warnings():

@@ -52,6 +52,7 @@ from zero2jax.checkpoints.state_leaves import (
     state_leaves,
 )
 from zero2jax.engine import Engine
+from zero2jax.memory.arena import in_arena
 from zero2jax.zero.state import TrainState, check_state
 
 if TYPE_CHECKING:  # they import Orbax
@@ -203,7 +204,7 @@ class Checkpointer:
         leaves = state_leaves(layout, mesh)
         given: Sequence[Any] = [None] * len(leaves)
         if into is not None:
-            check_state(into, layout)
+            check_state(into := engine.unpacked(into), layout)
             given = jax.tree.leaves(into)
         folder = find_checkpoint(self.directory, self._agreed(step))
         try:
@@ -311,6 +312,7 @@ class Checkpointer:
         from zero2jax.checkpoints.orbax_handler import SaveState
 
         _check_not_donated(step, state, engine, self.directory)
+        state = engine.unpacked(state)
         self._check_step(step)
         encoded, arrays = None, list[np.ndarray]()
         if jax.process_index() == 0:
@@ -370,7 +372,8 @@ class Checkpointer:
 
 
 def _check_not_donated(step: int, state: TrainState, engine: Engine, directory: Path) -> None:
-    check_state(state, engine.layout)
+    if not in_arena(state):
+        check_state(state, engine.layout)
     if any(x.is_deleted() for x in jax.tree.leaves(state)):
         raise ValueError(
             f"saving step {step} to {directory}: this state was donated to a later step and is gone. Save the state "

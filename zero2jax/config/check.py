@@ -22,7 +22,7 @@ from zero2jax.config.rules import (
     observers,
     open_rates,
 )
-from zero2jax.config.schema import FP16, ActivationCheckpointing, Config
+from zero2jax.config.schema import FP16, ActivationCheckpointing, Config, Memory
 from zero2jax.config.translate import DTYPES, EngineSettings, activations_of, batch_of, translate
 from zero2jax.config.values import ConfigError, Report, shown
 from zero2jax.zero.precision import Precision
@@ -154,6 +154,8 @@ def _settings(
         config = replace(config, activation_checkpointing=ActivationCheckpointing())
     if not found.sound(*(f"fp16.{field.name}" for field in fields(FP16))):
         config = replace(config, fp16=FP16())
+    if not found.sound("memory"):
+        config = replace(config, memory=Memory())
     if num_devices is not None:
         if num_devices < 1:
             raise ConfigError(

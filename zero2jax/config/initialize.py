@@ -27,6 +27,8 @@ from zero2jax.config.schema import Config
 from zero2jax.config.translate import EngineSettings, translate
 from zero2jax.config.values import ConfigError, warn
 from zero2jax.engine import Engine
+from zero2jax.memory.configure import write_memory
+from zero2jax.memory.step_options import GPU_PLATFORMS
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.processes.agreement import expect_same
 from zero2jax.zero.shard_plan import ShardPlan
@@ -84,6 +86,7 @@ def initialize(
       3
     """
     loaded = _load(config)
+    _configure_memory(loaded, mesh)
     mesh = _mesh(loaded, mesh, axis_name)
     axes = data_axes(mesh, axis_name, rest_over_replicas=shard_over_replicas)
     for note in device_notes(loaded, int(mesh.shape[axis_name])):
@@ -102,6 +105,8 @@ def initialize(
         activations=activations or _activations(settings, mesh),
         offload=offload or settings.offload,
         compiler_options=_options(settings, mesh),
+        arena=loaded.memory.arena,
+        memory_breakdown=loaded.memory_breakdown,
     )
     engine.config = dict(loaded.source)
     return engine
@@ -126,6 +131,26 @@ def _load(source: Source | None) -> Config:
     if idle:
         warn(f"{config.name}: not there yet, and the run goes on without: {'; '.join(idle)}.")
     return config
+
+
+def _configure_memory(config: Config, mesh: Mesh | None) -> None:
+    """Apply the `memory` block while there is time; of devices that are only compiled for, it says nothing."""
+    settings = config.memory.settings
+    if not settings.given or (mesh is not None and not set(mesh.devices.flat) <= set(jax.devices())):
+        return
+    problem = ""
+    try:
+        write_memory(settings)
+    except (RuntimeError, ValueError) as error:
+        problem = str(error)
+    platform = jax.default_backend()
+    if platform not in GPU_PLATFORMS:
+        names = ", ".join(f"memory.{name}" for name in settings.given)
+        warn(
+            f"{config.name}: {names}: no effect on platform {platform!r}, only the clients of GPUs have a pool."
+        )
+    elif problem:
+        raise ConfigError(f"cannot train by {config.name}", [f"memory: {problem}"])
 
 
 def _mesh(config: Config, mesh: Mesh | None, axis_name: str) -> Mesh:
@@ -208,5 +233,6 @@ def _activations(settings: EngineSettings, mesh: Mesh) -> ActivationSettings | N
 
 def _options(settings: EngineSettings, mesh: Mesh) -> Callable[[ShardPlan], Mapping[str, Any]]:
     """Compiler options as a function of the plan: thresholds are capped by the model's bytes."""
-    platform = mesh.devices.flat[0].platform
-    return lambda plan: settings.compiler_options(platform, sum(math.prod(x.shape) for x in plan.leaves))
+    device = (mesh.local_devices or list(mesh.devices.flat))[0]
+    size = lambda plan: sum(math.prod(x.shape) for x in plan.leaves)
+    return lambda plan: settings.compiler_options(device.platform, size(plan), device)

@@ -70,6 +70,8 @@ _IMPLEMENTED = {
             "gradient_allreduce_op": "mean over the devices, or sum of their means",
             "data_types.grad_accum_dtype": "dtype of the gradient accumulator, every stage; null = that of the masters",
             "data_types.param_dtype": "must agree with fp16 and bf16",
+            "memory_breakdown": "bytes in use and their peak in the metrics of each step",
+            "xla_preset": "not DeepSpeed's: XLA's options of the step, latency, memory or deterministic",
             "tensor_parallel": "autotp_size: size of the axis `model` that the mesh must have; see param_specs",
         },
     ),
@@ -105,6 +107,17 @@ _IMPLEMENTED = {
             "policy": "not DeepSpeed's: what a layer saves, `zero2jax.remat_policy`",
         },
         "activation_checkpointing.",
+    ),
+    **_table(
+        Treatment.IMPLEMENTED,
+        {
+            "preallocate": "not DeepSpeed's, like this block: the pool of a GPU's client is taken at the start",
+            "fraction": "part of a GPU's memory that the pool has",
+            "allocator": "bfc, cuda_async, vmm or platform, as the installed jaxlib has them",
+            "arena": "masters and optimizer state in a few large buffers between steps; no bit changes",
+            "collective_memory_mb": "MiB of a second pool, for buffers of collectives",
+        },
+        "memory.",
     ),
     **_table(
         Treatment.IMPLEMENTED,
@@ -160,7 +173,7 @@ _NO_EFFECT = {
     **_table(
         Treatment.NO_EFFECT,
         {
-            "contiguous_gradients": _COMPILER,
+            "contiguous_gradients": "gradients lie in the step's one planned block; for the state see memory.arena",
             "reduce_scatter": "the mean is always taken by the collective the stage needs",
             "use_multi_rank_bucket_allreduce": "gradients are reduce-scattered, never all-reduced and sliced",
             "allgather_partitions": "parameters are always all-gathered",
@@ -282,7 +295,6 @@ _NOT_YET = {
         Treatment.NOT_YET,
         {
             "wall_clock_breakdown": "time of each phase",
-            "memory_breakdown": "memory lines",
             "dump_state": "print of the state at the start",
         },
     ),
@@ -366,7 +378,6 @@ _CONVERTED = _table(
 OBSERVING = frozenset(
     {
         "wall_clock_breakdown",
-        "memory_breakdown",
         "dump_state",
         "flops_profiler.enabled",
         "tensorboard.enabled",

@@ -50,6 +50,7 @@ def check_rules(config: Config, report: Report) -> None:
     _reduction_rules(config, report)
     _zero_rules(config, report)
     _activation_rules(config, report)
+    _memory_rules(config, report)
     _optimizer_rules(config, report)
     _scheduler_notes(config, report)
     kind = None if config.optimizer is None else config.optimizer.type
@@ -171,6 +172,20 @@ def _activation_rules(config: Config, report: Report) -> None:
     if block.contiguous_memory_optimization and not block.partition_activations and report.sound(needed):
         rule = "contiguous_memory_optimization needs it, as in DeepSpeed"
         report.error(needed, False, rule, "Switch both on or both off.")
+
+
+def _memory_rules(config: Config, report: Report) -> None:
+    if not report.sound("memory"):
+        return
+    try:
+        _ = config.memory.settings
+    except ValueError as error:
+        report.errors.append(f"memory: {error}")
+        report.broken.append("memory")
+    block = config.zero_optimization.offload_optimizer
+    if config.memory.arena and block is not None and block.device != "none" and block.ratio > 0:
+        rule = "beside offload_optimizer the host stores the state leaf by leaf"
+        report.error("memory.arena", True, rule, "Leave one of the two out.")
 
 
 def _optimizer_rules(config: Config, report: Report) -> None:

@@ -29,6 +29,7 @@ from zero2jax.config.values import (
     tensor_parallel_size,
     text,
 )
+from zero2jax.memory.configure import MemorySettings
 
 _DTYPE = optional(choice("fp16", "bf16", "fp32"))
 _COUNT = integer(0)
@@ -171,6 +172,28 @@ class ActivationCheckpointing:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Memory:
+    """`memory`, no block of DeepSpeed's: how a GPU's client allocates; null leaves it to the environment. And the
+    arena, which is on any device."""
+
+    preallocate: bool | None = setting(None, optional(boolean()))
+    fraction: float | None = setting(None, optional(number(0.0, 1.0)))
+    allocator: str | None = setting(None, optional(text()))
+    collective_memory_mb: int | None = setting(None, optional(_COUNT))
+    arena: bool = setting(False, boolean())
+
+    @property
+    def settings(self) -> MemorySettings:
+        """What of it the client is told; a ValueError where it contradicts itself."""
+        return MemorySettings(
+            preallocate=self.preallocate,
+            fraction=self.fraction,
+            allocator=None if self.allocator is None else self.allocator.lower(),
+            collective_memory_mb=self.collective_memory_mb,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class FlopsProfiler:
     """`flops_profiler`."""
 
@@ -295,6 +318,8 @@ class Config:
     log_level: str | None = setting(None, optional(text()))
     dataloader_drop_last: bool = setting(False, boolean())
     vocabulary_size: int | None = setting(None, optional(integer(1)))
+    xla_preset: str | None = setting(None, optional(choice("latency", "memory", "deterministic")))
+    memory: Memory = field(default_factory=Memory, metadata=block(Memory))
     flops_profiler: FlopsProfiler = field(default_factory=FlopsProfiler, metadata=block(FlopsProfiler))
     tensorboard: FileMonitor = field(default_factory=FileMonitor, metadata=block(FileMonitor))
     csv_monitor: FileMonitor = field(default_factory=FileMonitor, metadata=block(FileMonitor))

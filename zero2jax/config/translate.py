@@ -7,14 +7,17 @@ engine cannot do yet is translated, too; `rules.not_yet` names it, and `initiali
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from zero2jax.activations.layers import ActivationSettings
 from zero2jax.base.mesh import MODEL_AXIS, DataAxes
 from zero2jax.base.pytrees import LeafPredicate
-from zero2jax.config.compiler_options import Option, compiler_options
+from zero2jax.config.compiler_options import compiler_options
 from zero2jax.config.schema import FP16, ActivationCheckpointing, Config
 from zero2jax.config.values import ConfigError
+from zero2jax.memory.configure import MemorySettings
+from zero2jax.memory.step_options import installed_options, preset_options
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.zero.loss_scale import LossScale
 from zero2jax.zero.precision import Precision
@@ -31,6 +34,7 @@ class EngineSettings:
       config: the configuration.
       step: what is fixed about a step.
       offload: whether masters and optimizer state are stored in host memory, and how; None for on the devices.
+      memory: how a GPU's client allocates.
       activations: what is saved of the layers for backward; None if the configuration has nothing of it switched on,
         for then the model's own checkpoints stay as they are.
     """
@@ -38,6 +42,7 @@ class EngineSettings:
     config: Config
     step: StepSettings
     offload: OffloadSettings | None
+    memory: MemorySettings
     activations: ActivationSettings | None
 
     @property
@@ -47,10 +52,18 @@ class EngineSettings:
         values = {name: getattr(self.step, name) for name in names}
         return {**values, "shard_over_replicas": self.step.axes.rest_over_replicas}
 
-    def compiler_options(self, platform: str, num_params: int) -> dict[str, Option]:
-        """The XLA options of the step; warns where `platform` has none of those that the file sets."""
+    def compiler_options(
+        self, platform: str, num_params: int, device: jax.Device | None = None
+    ) -> dict[str, Any]:
+        """The XLA options of the step; warns where `platform` has none of those that the file sets.
+
+        Of the preset that the file names only what the compiler for `device` has, if one is given.
+        """
+        preset, name = dict[str, Any](), self.config.xla_preset
+        if name is not None:
+            preset = preset_options(name, platform) if device is None else installed_options(name, device)
         itemsize = jnp.dtype(self.step.precision.compute_dtype).itemsize
-        return compiler_options(self.config, platform, num_params * itemsize)
+        return compiler_options(self.config, platform, num_params * itemsize, preset)
 
 
 def translate(
@@ -111,7 +124,13 @@ def translate(
     offload = None
     if block is not None and block.device != "none" and block.ratio > 0:
         offload = OffloadSettings(ratio=block.ratio)
-    return EngineSettings(config=config, step=step, offload=offload, activations=activations_of(config))
+    return EngineSettings(
+        config=config,
+        step=step,
+        offload=offload,
+        memory=config.memory.settings,
+        activations=activations_of(config),
+    )
 
 
 def _masters(config: Config) -> str:

@@ -41,7 +41,7 @@ class Offloaded(Compiled):
     def step(self) -> "OffloadedStep":
         """`(state, batch, loss arguments, extra arguments) -> (state, metrics)`, the state donated."""
         if self._step is None:
-            self._step = OffloadedStep(self, self._halves, self._settings, self._compiler_options())
+            self._step = OffloadedStep(self, self._halves, self._settings, self.options)
         return self._step  # type: ignore[no-any-return]
 
     def programs(self, state: TrainState, batch: PyTree, *more: PyTree) -> list[jax.stages.Lowered]:

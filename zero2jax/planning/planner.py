@@ -271,6 +271,7 @@ def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanRepor
         ),
         rates_known=rates_known,
         compile_s=compile_s,
+        compiler_options=engine.compiler_options,
         notes=(),
     )
     limits = _limits(step, lifetimes.peak.total_bytes, read.memory.total_bytes)

@@ -65,6 +65,7 @@ class PlanReport:
       timeline_with_memory: the same, memory-bound work taking time too; None where the memory's rate is not known.
       rates_known: whether the target has rates; without, nothing is said about time.
       compile_s: seconds the compiler took.
+      compiler_options: XLA's options of the step, as far as they are not its own defaults.
       notes: what to know about these figures, and what was converted or ignored.
     """
 
@@ -86,6 +87,7 @@ class PlanReport:
     timeline_with_memory: Timeline | None = dataclasses.field(repr=False)
     rates_known: bool
     compile_s: float
+    compiler_options: Mapping[str, Any]
     notes: tuple[str, ...]
 
     @property
@@ -198,6 +200,7 @@ class PlanReport:
             "hidden_share": self.timeline.hidden_share if self.rates_known else None,
             "with_memory": self._with_memory(),
             "compile_s": self.compile_s,
+            "compiler_options": dict(self.compiler_options),
             "notes": list(self.notes),
         }
 
@@ -211,7 +214,9 @@ class PlanReport:
         )
         parts = [title, self._verdict(), "", *self._memory_lines(), "", *self._largest_lines()]
         parts += [*self._collective_lines(), ""]
-        return "\n".join([*parts, *(f"- {note}" for note in self.notes)])
+        options = ", ".join(f"{name}={value}" for name, value in self.compiler_options.items())
+        with_options = [f"compiled with {options}"] if options else []
+        return "\n".join([*parts, *(f"- {note}" for note in (*with_options, *self.notes))])
 
     __str__ = table
 

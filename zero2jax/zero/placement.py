@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from zero2jax.base.checks import is_whole, misfit, type_name
-from zero2jax.base.mesh import moved
+from zero2jax.base.mesh import moved, replicated
 from zero2jax.base.pytrees import PyTree, is_function
 from zero2jax.zero.collectives import pad_to
 from zero2jax.zero.rounding import rounded, widened
@@ -20,6 +20,22 @@ from zero2jax.zero.shard_plan import LeafPlan
 from zero2jax.zero.state import Layout, TrainState, pad, unpad
 
 PIECE_BYTES = 64 * 2**20  # of a parameter that is read when it is sliced, in host memory at a time
+
+
+def first_state(
+    params: PyTree | Callable[[], PyTree],
+    tx: optax.GradientTransformation,
+    layout: Layout,
+    mesh: Mesh,
+    seed: int,
+) -> TrainState:
+    """The state before the first step, from full parameters or a function that makes them."""
+    make = make_params if is_function(params) else place_params
+    placed = make(params, layout, mesh)
+    opt_state = make_opt_state(tx, placed, layout, mesh)
+    first = functools.partial(layout.first_scalars, seed)
+    step, rng, loss_scale = jax.jit(first, out_shardings=replicated(mesh))()
+    return TrainState(step=step, params=placed, opt_state=opt_state, rng=rng, loss_scale=loss_scale)
 
 
 def place_params(params: PyTree, layout: Layout, mesh: Mesh) -> PyTree:

@@ -104,5 +104,36 @@ class StepSettings:
         return {**values, **plain}
 
 
+class WithSettings:
+    """The settings that others ask for most, by their own names. For what has a record of them."""
+
+    settings: StepSettings
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage, 0 to 3."""
+        return self.settings.stage
+
+    @property
+    def num_microbatches(self) -> int:
+        """The number of slices of each device's part of a batch."""
+        return self.settings.num_microbatches
+
+    @property
+    def batch_size(self) -> int | None:
+        """Examples of every batch over all devices; None takes it from the data."""
+        return self.settings.batch_size
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes of a step."""
+        return self.settings.precision
+
+    @property
+    def axes(self) -> DataAxes:
+        """The mesh axes that hold different examples."""
+        return self.settings.axes
+
+
 def _refuse(name: str, value: Any, rule: str) -> NoReturn:
     raise ValueError(f"building the engine: {name} is {value!r}; {rule}.")
