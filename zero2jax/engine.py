@@ -3,9 +3,8 @@
 The checks before tracing live here; `zero.step` holds the pure functions, and `zero.compiled` jits them.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -55,6 +54,7 @@ from zero2jax.zero.placement import (
     place_params,
 )
 from zero2jax.zero.precision import Precision
+from zero2jax.zero.running import running, settled
 from zero2jax.zero.settings import StepSettings
 from zero2jax.zero.state import Layout, TrainState, check_state, place_state
 from zero2jax.zero.step import Metrics
@@ -263,7 +263,7 @@ class Engine:
             were given different settings, parameters or arguments (named).
           TypeError: the function takes other arguments.
         """
-        with self._running():
+        with running(self.mesh, self.axes.names):
             check_init_arguments(params, args)
             if is_function(params):
                 abstract = self.abstract_state(made_shapes(params, args), batch=batch, loss_args=loss_args)
@@ -318,7 +318,7 @@ class Engine:
         wanted = self.activations is not None and self.activations.profile
         profile = self._profiled(batch, loss_args) if wanted else None  # before the state is donated
         compiled, traced = self._compiled, is_traced(args)
-        with self._running(traced):
+        with running(self.mesh, self.axes.names, traced):
             if not traced:
                 self._watch.check()
             if not compiled.compared and spans_processes(self.mesh) and not traced:
@@ -347,15 +347,15 @@ class Engine:
         check_batch(batch, self.num_batch_shards, 1)
         evaluate = self._compiled.evaluate(loss_fn or self.loss_fn)
         args = (self._compiled.on_devices(state), *self._placed(batch, loss_args))
-        with self._running(is_traced(args)):
-            means = self._settled(evaluate(*args))
+        with running(self.mesh, self.axes.names, is_traced(args)):
+            means = settled(evaluate(*args), self.mesh)
         return means.loss if means.aux is None else (means.loss, means.aux)
 
     def params(self, state: TrainState) -> PyTree:
         """Full parameters on every device, fp32 masters at their true shapes, gathered a layer at a time."""
         state = place_state(state, self.layout, self.mesh)
-        with self._running(is_traced(state)):
-            return self._settled(self._compiled.params(state.params))
+        with running(self.mesh, self.axes.names, is_traced(state)):
+            return settled(self._compiled.params(state.params), self.mesh)
 
     def offload_state(
         self, state: TrainState, include: Collection[str] = ("params", "opt_state")
@@ -380,14 +380,14 @@ class Engine:
     def lower(self, batch: PyTree, *, loss_args: LossArgs = None) -> jax.stages.Lowered:
         """The step lowered for a batch of these shapes (arrays or shapes), to compile, count and audit."""
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
-        with self._running():
+        with running(self.mesh, self.axes.names):
             return self._compiled.step.lower(*self._abstract(batch, loss_args), {})  # type: ignore[no-any-return]
 
     def memory(self, state: TrainState, batch: PyTree, *, loss_args: LossArgs = None) -> MemoryReport:
         """Measured bytes per device by class beside the formula; compiles the step for `batch` (arrays or shapes)."""
         state = place_state(state, self.layout, self.mesh)
         program = self._blueprint.program(self.layout)
-        with self._running():
+        with running(self.mesh, self.axes.names):
             gradients = jax.jit(program.gradients).lower(*self._abstract(batch, loss_args)).compile()
         compiled = self.lower(batch, loss_args=loss_args).compile()
         return measure_memory(state, compiled, gradients, self.layout, program.settings, self.mesh)
@@ -419,14 +419,6 @@ class Engine:
                 print(self._profile[1])
         return self._profile[1]
 
-    @contextlib.contextmanager
-    def _running(self, traced: bool = False) -> Iterator[None]:
-        """Around a program of ours: under the engine's mesh, if `jax.set_mesh` has set one, and errors explained."""
-        set_by_user = not (traced or jax.sharding.get_abstract_mesh().empty)
-        own = jax.set_mesh(self.mesh) if set_by_user else contextlib.nullcontext()
-        with losses.noted_errors(self.axes.names), own:
-            yield
-
     def _placed(self, batch: PyTree, loss_args: LossArgs) -> tuple[PyTree, dict[str, PyTree]]:
         return place_batch(batch, self.mesh, self.axes.batch), place_loss_args(loss_args, self.mesh)
 
@@ -434,12 +426,6 @@ class Engine:
         """The shapes of what the devices take in a step, with shardings."""
         placed = abstract_batch(batch, self.mesh, self.axes.batch), abstract_loss_args(loss_args, self.mesh)
         return self._compiled.abstract_on_devices(), *placed
-
-    def _settled(self, result: Any) -> Any:
-        """`result`, waited for on simulated devices, where programs that run at the same time may each hold threads
-        that the other's collectives wait for."""
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        return jax.block_until_ready(result) if on_cpu and not is_traced(result) else result
 
     def _check_host_memory(self) -> None:
         """Refuse to offload what the hosts have no room for, in all processes alike."""
