@@ -6,7 +6,7 @@ from pathlib import Path
 import zero2jax
 
 PACKAGE = Path(zero2jax.__file__).parent
-CORE = {"base", "zero", "activations", "offload", "programs", "processes"}
+CORE = {"base", "zero", "activations", "offload", "programs", "processes", "monitors"}
 MAY_IMPORT = {
     "base": set(),
     "zero": {"base"},
@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "offload": {"base", "zero"},
     "processes": {"base"},
     "programs": {"base", "zero"},
+    "monitors": {"base"},
     "engine": CORE,
     "config": {*CORE, "engine"},
     "checkpoints": {*CORE, "engine"},
@@ -33,6 +34,7 @@ PRIVATE = {
         "schedules",
         "optimizers",
         "compiler_options",
+        "observing",
         "schema",
         "translate",
         "auto",
@@ -50,6 +52,7 @@ PRIVATE = {
         "safetensors_file",
     },
     "processes": {"roll_call"},
+    "monitors": {"background", "outlets", "writers"},
     "planning": {"picture"},
     "launching": {"supervise"},
 }

@@ -28,6 +28,7 @@ from zero2jax.base.losses import LossFn
 from zero2jax.base.mesh import DATA_AXIS, DataAxes, axis_size, data_axes, make_mesh
 from zero2jax.base.pytrees import LeafPredicate, PyTree, check_alive, is_function, is_traced, shapes_of
 from zero2jax.base.transformation import checked_transformation
+from zero2jax.monitors.observers import Observers
 from zero2jax.offload.between import from_host, to_host
 from zero2jax.offload.host_memory import check_hosts, memory_row
 from zero2jax.offload.host_mesh import host_mesh
@@ -152,6 +153,7 @@ class Engine:
         self.num_shards = axis_size(mesh, self.axes.rest)
         self.num_batch_shards = axis_size(mesh, self.axes.batch)
         self.config: Mapping[str, Any] | None = None  # the configuration it was made from, for the record
+        self.observers: Observers | None = None  # who is told of each step
         self.activations = activations
         self.offload = offload
         # made once: it says what it has to say once
@@ -315,6 +317,7 @@ class Engine:
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         check_apart(state, {"the batch": batch, "loss_args": loss_args, "the extra arguments": extra_args})
         args = (state, *self._placed(batch, loss_args), extra_args)
+        seen = None if self.observers is None else self.observers.begin(state, batch, loss_args)
         wanted = self.activations is not None and self.activations.profile
         profile = self._profiled(batch, loss_args) if wanted else None  # before the state is donated
         compiled, traced = self._compiled, is_traced(args)
@@ -332,6 +335,8 @@ class Engine:
             metrics["learning_rate"] = np.float32(np.nan)
         if profile is not None:
             metrics["activation_profile"] = profile.as_dict()
+        if seen is not None:
+            seen(state, metrics)
         return state, metrics
 
     def evaluate(

@@ -36,9 +36,7 @@ LOADS = {
             "checkpoint.tag_validation": "Fail",
             "comms_logger": True,
         },
-        [
-            "tensorboard.enabled",
-        ],
+        [],
         ["comms_logger"],
     ),
     "bert_lamb": (

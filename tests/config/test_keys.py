@@ -23,6 +23,10 @@ FROZEN = {
         activation_checkpointing.number_checkpoints
         activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile
         activation_checkpointing.policy
+        tensorboard.enabled tensorboard.output_path tensorboard.job_name
+        csv_monitor.enabled csv_monitor.output_path csv_monitor.job_name wandb.enabled wandb.group
+        wandb.team wandb.project comet.enabled comet.samples_log_interval comet.project comet.workspace
+        comet.api_key comet.experiment_name comet.experiment_key comet.online comet.mode
     """,
     Treatment.NO_EFFECT: """
         zero_optimization.contiguous_gradients zero_optimization.reduce_scatter
@@ -50,7 +54,7 @@ FROZEN = {
         steps_per_print log_level dataloader_drop_last vocabulary_size timers.throughput.enabled
         timers.throughput.synchronized checkpoint.tag_validation checkpoint.load_universal
         checkpoint.use_node_local_storage checkpoint.parallel_write.pipeline_stage
-        checkpoint.checkpoint_serialization checkpoint.writer comet comms_logger aio compile
+        checkpoint.checkpoint_serialization checkpoint.writer comms_logger aio compile
         data_parallel_size nebula datastates_ckpt autotuning pipeline
     """,
     Treatment.NOT_YET: """
@@ -71,9 +75,7 @@ FROZEN = {
         wall_clock_breakdown memory_breakdown dump_state
         flops_profiler.enabled flops_profiler.recompute_fwd_factor flops_profiler.profile_step
         flops_profiler.module_depth flops_profiler.top_modules flops_profiler.detailed
-        flops_profiler.output_file tensorboard.enabled tensorboard.output_path tensorboard.job_name
-        csv_monitor.enabled csv_monitor.output_path csv_monitor.job_name wandb.enabled wandb.group
-        wandb.team wandb.project
+        flops_profiler.output_file
     """,
     Treatment.REFUSED: """
         managed_gradient_accumulation zero_optimization.legacy_stage1 zero_optimization.zenflow

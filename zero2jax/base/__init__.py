@@ -11,6 +11,7 @@ The files, in reading order:
   tables          aligned text, readable bytes
   names           near names, for messages
   checks          what a caller passed in, for messages
+  notices         warnings that point at the user's line
   versions        installed versions
 
 Imports no other room.

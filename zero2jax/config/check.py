@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from zero2jax.activations.layers import ActivationSettings
 from zero2jax.base.mesh import MODEL_AXIS
-from zero2jax.config.keys import KEYS, Treatment, key_of
+from zero2jax.config.keys import KEYS, SECRETS, Treatment, key_of
 from zero2jax.config.reading import Source, read
 from zero2jax.config.rules import (
     device_notes,
@@ -184,6 +184,7 @@ def _rows(config: Config) -> Iterator[Row]:
     kind = None if config.optimizer is None else config.optimizer.type
     for path, value, _ in key_values(config):
         key = key_of(path, kind)
+        value = "(hidden)" if path in SECRETS and value is not None else value
         yield Row(path, value, path in given, path in config.auto, key.treatment, key.becomes)
     for path, value in _leaves(config.source):
         old = "bfloat16" if path.startswith("bfloat16.") else path

@@ -13,6 +13,8 @@ from zero2jax.activations.layers import ActivationSettings
 from zero2jax.base.losses import LossFn
 from zero2jax.base.mesh import DATA_AXIS, MODEL_AXIS, REPLICA_AXIS, DataAxes, axis_size, data_axes, make_mesh
 from zero2jax.base.pytrees import LeafPredicate, PyTree
+from zero2jax.config.keys import SECRETS
+from zero2jax.config.observing import observers_of
 from zero2jax.config.optimizers import make_optimizer
 from zero2jax.config.reading import DEFAULT_CONFIG, Source, load_config
 from zero2jax.config.rules import (
@@ -24,6 +26,7 @@ from zero2jax.config.rules import (
     open_rates,
 )
 from zero2jax.config.schema import Config
+from zero2jax.config.source import without
 from zero2jax.config.translate import EngineSettings, translate
 from zero2jax.config.values import ConfigError, warn
 from zero2jax.engine import Engine
@@ -103,7 +106,8 @@ def initialize(
         offload=offload or settings.offload,
         compiler_options=_options(settings, mesh),
     )
-    engine.config = dict(loaded.source)
+    engine.config = without(loaded.source, SECRETS)
+    engine.observers = observers_of(loaded)
     return engine
 
 

@@ -40,7 +40,6 @@ _DIVISION = "without reduce-scatter the mean is the same, only the order of the 
 _TORCH = "chooses between torch implementations of the same update"
 _WITH_OFFLOAD = "with the offload device"
 _WITH_NVME = "with the offload device nvme"
-_WITH_MONITOR = "with this monitor"
 _CHECKPOINT = "the step writes no checkpoint"
 _OTHER = "changes the training itself and has no counterpart"
 
@@ -67,6 +66,27 @@ _IMPLEMENTED = {
             "gradient_allreduce_op": "mean over the devices, or sum of their means",
             "data_types.grad_accum_dtype": "dtype of the gradient accumulator, every stage; null = fp32",
             "data_types.param_dtype": "must agree with fp16 and bf16",
+            "tensorboard.enabled": "metrics of each step in an event file, by tensorboardX; see zero2jax.Monitors",
+            "csv_monitor.enabled": "metrics of each step in a CSV file per metric; see zero2jax.Monitors",
+            **{
+                f"{name}.{key}": becomes
+                for name in ("tensorboard", "csv_monitor")
+                for key, becomes in (
+                    ("output_path", "parent of the folder"),
+                    ("job_name", "name of the folder"),
+                )
+            },
+            "wandb.enabled": "metrics of each step to Weights & Biases; see zero2jax.Monitors",
+            "wandb.group": "group of `wandb.init`",
+            "wandb.team": "entity of `wandb.init`",
+            "wandb.project": "project of `wandb.init`",
+            "comet.enabled": "metrics to Comet; see zero2jax.Monitors",
+            "comet.samples_log_interval": "examples between two writes",
+            "comet.experiment_name": "name of the experiment",
+            **{
+                f"comet.{name}": f"{name} of `comet_ml.start`"
+                for name in ("project", "workspace", "api_key", "experiment_key", "online", "mode")
+            },
             "tensor_parallel": "autotp_size: size of the axis `model` that the mesh must have; see param_specs",
         },
     ),
@@ -227,7 +247,6 @@ _NO_EFFECT = {
             "checkpoint.parallel_write.pipeline_stage": _CHECKPOINT,
             "checkpoint.checkpoint_serialization": _CHECKPOINT,
             "checkpoint.writer": _CHECKPOINT,
-            "comet": "the loop logs the metrics that step returns",
             "comms_logger": "a profiler trace shows the collectives",
             "aio": "settings of DeepSpeed's NVMe library",
             "compile": "a step is one compiled program",
@@ -301,15 +320,6 @@ _NOT_YET = {
                     "output_file",
                 )
             },
-            "tensorboard.enabled": "metrics to TensorBoard",
-            "csv_monitor.enabled": "metrics to CSV files",
-            "wandb.enabled": "metrics to Weights & Biases",
-            **{
-                f"{name}.{key}": _WITH_MONITOR
-                for name in ("tensorboard", "csv_monitor")
-                for key in ("output_path", "job_name")
-            },
-            **{f"wandb.{key}": _WITH_MONITOR for key in ("group", "team", "project")},
         },
     ),
 }
@@ -369,12 +379,12 @@ OBSERVING = frozenset(
         "memory_breakdown",
         "dump_state",
         "flops_profiler.enabled",
-        "tensorboard.enabled",
-        "csv_monitor.enabled",
-        "wandb.enabled",
     }
 )
 """Switches that are not there yet and change no number: `initialize` warns of them and goes on."""
+
+SECRETS = frozenset({"comet.api_key"})
+"""Keys whose values are neither printed nor recorded."""
 
 IGNORED_BY_TYPE: dict[tuple[str, str], Key] = {
     ("adamw", "optimizer.params.adam_w_mode"): Key(

@@ -15,9 +15,6 @@ from zero2jax.config.values import Report, shown
 _SWITCHES = ("enabled", "device")
 _SWITCHED = (
     "flops_profiler",
-    "tensorboard",
-    "csv_monitor",
-    "wandb",
     "zero_optimization.offload_param",
 )
 """Blocks whose other keys only accompany their switch."""

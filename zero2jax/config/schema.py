@@ -203,6 +203,21 @@ class WandbMonitor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CometMonitor:
+    """`comet`."""
+
+    enabled: bool = setting(False, boolean())
+    samples_log_interval: int = setting(100, integer(1))
+    project: str | None = setting(None, optional(text()))
+    workspace: str | None = setting(None, optional(text()))
+    api_key: str | None = setting(None, optional(text()))
+    experiment_name: str | None = setting(None, optional(text()))
+    experiment_key: str | None = setting(None, optional(text()))
+    online: bool | None = setting(None, optional(boolean()))
+    mode: str | None = setting(None, optional(text()))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Throughput:
     """`timers.throughput`."""
 
@@ -301,7 +316,7 @@ class Config:
     wandb: WandbMonitor = field(default_factory=WandbMonitor, metadata=block(WandbMonitor))
     timers: Timers = field(default_factory=Timers, metadata=block(Timers))
     checkpoint: Checkpoint = field(default_factory=Checkpoint, metadata=block(Checkpoint))
-    comet: bool = setting(False, asked_for())
+    comet: CometMonitor = field(default_factory=CometMonitor, metadata=block(CometMonitor))
     comms_logger: bool = setting(False, asked_for())
     aio: bool = setting(False, asked_for())
     compile: bool = setting(False, asked_for())

@@ -4,14 +4,11 @@ A `Rule` has type, range and wording; what is wrong goes to a `Report` instead o
 """
 
 import dataclasses
-import inspect
 import math
-import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+from zero2jax.base import notices
 
 _LONGEST_NAME = 80
 _FP32_MAX = 3.4028234663852886e38
@@ -35,15 +32,8 @@ class ConfigWarning(UserWarning):
 
 
 def warn(message: str) -> None:
-    """Give a `ConfigWarning` that points at the line which called this library, however deep in it the cause lies."""
-    frame, here, level = inspect.currentframe(), 1, 1
-    # Others stand in between: a cached property, a function under jit. The outermost frame of ours counts.
-    while frame is not None:
-        here += 1
-        if frame.f_code.co_filename.startswith(_PACKAGE):
-            level = here
-        frame = frame.f_back
-    warnings.warn(message, ConfigWarning, stacklevel=level)
+    """Give a `ConfigWarning` that points at the line which called this library."""
+    notices.warn(message, ConfigWarning)
 
 
 class Refused(ValueError):

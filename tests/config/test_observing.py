@@ -1,0 +1,82 @@
+"""The keys of a configuration that only observe, as an engine made from it does what they say."""
+
+import json
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zero2jax
+from zero2jax.config.check import check_config
+from zero2jax.config.reading import read_config
+
+BATCH = np.ones((8, 4), np.float32)
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch @ params["w"]) ** 2)
+
+
+def trained(config, num_steps=2, tx=None):
+    """(engine, metrics of each step) of a configuration on two devices, everything told."""
+    config = {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.0, **config}
+    engine = zero2jax.initialize(loss_fn, tx or optax.sgd(0.1), config, zero2jax.make_mesh(data=2))
+    state, found = engine.init({"w": np.ones((4, 2), np.float32)}), []
+    for _ in range(num_steps):
+        state, metrics = engine.step(state, BATCH)
+        found.append(metrics)
+    if engine.observers is not None:
+        engine.observers.close()
+    return engine, found
+
+
+def test_file_monitors_write_where_deepspeed_does(tmp_path):
+    where = {"enabled": True, "output_path": str(tmp_path)}
+    config = {"tensorboard": {**where, "job_name": "a"}, "csv_monitor": {**where, "job_name": "b"}}
+    _, metrics = trained(config)
+    (file,) = (tmp_path / "a").iterdir()
+    assert file.name.startswith("events.out.tfevents.")
+    rows = (tmp_path / "b" / "Train_Samples_train_loss.csv").read_text().splitlines()
+    assert rows == ["step,train_loss", *[f"{8 * (i + 1)},{float(m['loss'])}" for i, m in enumerate(metrics)]]
+
+
+def test_services_get_the_arguments_of_their_blocks(monkeypatch):
+    asked = {}
+    monkeypatch.setattr("zero2jax.config.observing.Monitors", lambda **options: asked.update(options))
+    config = {
+        "wandb": {"enabled": True, "team": "t"},
+        "comet": {"enabled": True, "project": "p", "online": False, "experiment_name": "e", "api_key": "k"},
+    }
+    trained(config, num_steps=0)
+    assert asked == {
+        "wandb": {"project": "deepspeed", "group": None, "entity": "t"},
+        "comet": {
+            "project_name": "p",
+            "online": False,
+            "experiment_name": "e",
+            "api_key": "k",
+            "samples_log_interval": 100,
+        },
+    }
+
+
+def test_what_is_not_asked_for_is_not_there():
+    assert trained({"wandb": {"enabled": False, "project": "p"}}, num_steps=0)[0].observers is None
+
+
+def test_a_secret_is_neither_printed_nor_recorded(monkeypatch):
+    none = lambda **options: types.SimpleNamespace(warn_of_failures=lambda: None, close=lambda: None)
+    monkeypatch.setattr("zero2jax.config.observing.Monitors", none)
+    config = {"comet": {"enabled": True, "api_key": "secret", "project": "p"}}
+    engine, _ = trained(config, num_steps=0)
+    assert engine.config["comet"] == {"enabled": True, "project": "p"}
+    assert "secret" not in json.dumps(check_config(read_config(config)).as_dict())
+
+
+def test_a_monitor_whose_package_is_missing_is_named_by_initialize(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.warns(UserWarning, match=r"pip install 'zero2jax\[wandb\]'") as caught:
+        _, metrics = trained({"wandb": {"enabled": True}}, num_steps=1)
+    assert (len(caught), caught[0].filename, len(metrics)) == (1, __file__, 1)

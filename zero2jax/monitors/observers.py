@@ -1,0 +1,165 @@
+"""What an engine tells of each step, to whom: `engine.observers`, which `initialize` sets where a configuration asks.
+
+Around the step, on the host. `before` hears of a step before it is dispatched, in every process; `after` when it is
+done, in the background, in the first process only.
+"""
+
+import dataclasses
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from zero2jax.base.pytrees import PyTree, is_traced
+from zero2jax.monitors.background import Background
+from zero2jax.monitors.monitors import Monitors, numbers
+from zero2jax.monitors.outlets import Outlet, warn_of_failures
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What is known of a step that is done.
+
+    Attributes:
+      step: its number, the first one being 1.
+      samples: examples trained on so far, this step's included.
+      num_examples: examples of the batch.
+      num_tokens: elements of the batch's largest array of integers with two dims or more; 0 without one.
+      metrics: its scalars, by path.
+      between_s: seconds from the return of the step before to the call of this one; 0 for the first.
+      dispatch_s: seconds inside of the call.
+      idle_s: seconds that the devices had nothing to do before it, waiting for the loop.
+      device_s: seconds from then, or from when the devices were done with the step before, until it was done.
+    """
+
+    step: int
+    samples: int
+    num_examples: int
+    num_tokens: int
+    metrics: Mapping[str, float]
+    between_s: float = 0.0
+    dispatch_s: float = 0.0
+    idle_s: float = 0.0
+    device_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds from the end of the step before to its own, on the devices."""
+        return self.idle_s + self.device_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Upcoming:
+    """A step that is about to be dispatched: its number, its batch and what the loss function takes besides."""
+
+    step: int
+    batch: PyTree
+    loss_args: Mapping[str, PyTree] | None
+
+
+class Observers:
+    """Tells of the steps of an engine.
+
+    Args:
+      before: called with an `Upcoming`, in every process, in the loop.
+      after: called with a `StepRecord`, in the first process, in the background; by the name for a failure's warning.
+      monitors: to write each step's metrics with.
+    """
+
+    def __init__(
+        self,
+        *,
+        before: Sequence[Callable[[Upcoming], None]] = (),
+        after: Mapping[str, Callable[[StepRecord], None]] | None = None,
+        monitors: Monitors | None = None,
+    ):
+        self.monitors = monitors
+        self._before = before
+        is_first = jax.process_index() == 0
+        self._after = [Outlet(name, function) for name, function in (after or {}).items() if is_first]
+        self._background = Background("zero2jax-observers")
+        self._listens = bool(self._after) or (is_first and monitors is not None)
+        self._last_step: Callable[[], Any] = lambda: None
+        self._step = self._samples = 0
+        self._is_behind = False
+        self._returned_s: float | None = None
+        self._done_s: float | None = None  # of the thread in the background
+
+    def begin(
+        self, state: Any, batch: PyTree, loss_args: Mapping[str, PyTree] | None
+    ) -> Callable[[Any, Mapping[str, Any]], None] | None:
+        """Before a step, given its state and batch; what to call with the new state and its metrics after it.
+
+        None inside of a program of the user's, which runs when it likes.
+        """
+        if is_traced((state, batch)):
+            return None
+        self._warn()
+        goes_on = self._last_step() is state.step
+        step = self._step + 1 if goes_on else int(jax.device_get(state.step)) + 1
+        for before in self._before:
+            before(Upcoming(step=step, batch=batch, loss_args=loss_args))
+        begun_s = time.perf_counter()
+
+        def done(new_state: Any, metrics: Mapping[str, Any]) -> None:
+            now_s = time.perf_counter()
+            num_examples, num_tokens = _sizes(batch)
+            self._samples = (self._samples if goes_on else (step - 1) * num_examples) + num_examples
+            self._step, self._last_step = step, weakref.ref(new_state.step)
+            between_s = begun_s - (begun_s if self._returned_s is None else self._returned_s)
+            record = StepRecord(
+                step=step,
+                samples=self._samples,
+                num_examples=num_examples,
+                num_tokens=num_tokens,
+                metrics={},
+                between_s=between_s,
+                dispatch_s=now_s - begun_s,
+            )
+            self._tell(record, dict(metrics), begun_s)
+            self._returned_s = time.perf_counter()
+
+        return done
+
+    def _tell(self, record: StepRecord, metrics: dict[str, Any], begun_s: float) -> None:
+        if self._listens and not self._background.put(lambda: self._hear(record, metrics, begun_s)):
+            self._is_behind = True
+
+    def _hear(self, record: StepRecord, metrics: Mapping[str, Any], begun_s: float) -> None:
+        """In the background: wait for the step, then tell of it."""
+        values = numbers(metrics)
+        done_s = time.perf_counter()
+        free_s = begun_s if self._done_s is None else self._done_s
+        idle_s = max(0.0, begun_s - free_s)
+        device_s = done_s - max(begun_s, free_s)
+        self._done_s = done_s
+        record = dataclasses.replace(record, metrics=values, idle_s=idle_s, device_s=device_s)
+        for after in self._after:
+            after(record)
+        if self.monitors is not None and not self.monitors.put(record.samples, values):
+            self._is_behind = True
+
+    def close(self) -> None:
+        """Wait until all steps so far have been told of, and the monitors have written; 30 seconds at most."""
+        self._background.close()
+        self._listens = False
+        if self.monitors is not None:
+            self.monitors.close()
+        self._warn()
+
+    def _warn(self) -> None:
+        warn_of_failures(self._after)
+        if self.monitors is not None:
+            self.monitors.warn_of_failures()
+            if self._is_behind:
+                self.monitors.say_behind()
+
+
+def _sizes(batch: PyTree) -> tuple[int, int]:
+    """(examples, tokens) of a global batch."""
+    leaves = [x for x in jax.tree.leaves(batch) if np.ndim(x) > 0]
+    whole = [x.size for x in leaves if x.ndim > 1 and jax.numpy.issubdtype(x.dtype, np.integer)]
+    return (leaves[0].shape[0] if leaves else 0), max(whole, default=0)
