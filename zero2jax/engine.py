@@ -410,11 +410,15 @@ class Engine:
                 "profiling saved activations: this engine leaves them to the loss function. Pass "
                 "Engine(activations=ActivationSettings(...)), or switch on a key of activation_checkpointing."
             )
-        check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
-        shapes = self._abstract(batch, loss_args)
-        trace = lambda loss: jax.eval_shape(self._blueprint.program(self.layout, loss).gradients, *shapes)
+        trace = functools.partial(self.trace_with, batch, loss_args)
         device = self.mesh.local_devices[0]
         return profile_loss(losses.normalized(self.loss_fn), self.activations, trace, device)
+
+    def trace_with(self, batch: PyTree, loss_args: LossArgs, loss: losses.Loss) -> Any:
+        """Trace the gradients of a batch of these shapes with a loss in the place of the engine's; their shapes."""
+        check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
+        gradients = self._blueprint.program(self.layout, loss).gradients
+        return jax.eval_shape(gradients, *self._abstract(batch, loss_args))
 
     def _profiled(self, batch: PyTree, loss_args: LossArgs) -> ActivationProfile:
         """The profile, measured and printed once."""

@@ -97,8 +97,8 @@ LOADS = {
             "optimizer.params.betas": (0.9, 0.95),
             "zero_optimization.overlap_comm": True,
         },
-        ["wall_clock_breakdown"],
-        ["steps_per_print"],
+        [],
+        ["allgather_partitions"],
     ),
     "nvme_infinity": (
         {

@@ -144,10 +144,8 @@ def test_an_absent_gradient_clipping_is_said_once():
 
 OBSERVERS = {
     "flops_profiler": {"enabled": True, "profile_step": 3},
-    "wall_clock_breakdown": True,
     "memory_breakdown": True,
     "dump_state": True,
-    "steps_per_print": 10,
     "comms_logger": {"enabled": True},
 }
 
@@ -158,9 +156,9 @@ def test_what_only_observes_does_not_stop_a_run():
         params, _ = first_step(config, optax.sgd(0.1))
     np.testing.assert_allclose(params, 0.5 - 0.1 * gradient(), rtol=1e-6)
     no_effect, not_there = sorted((str(w.message) for w in caught), key=lambda text: "not there" in text)
-    assert all(name in no_effect for name in ("steps_per_print", "comms_logger"))
+    assert "comms_logger" in no_effect
     for name, value in OBSERVERS.items():
-        if name not in ("steps_per_print", "comms_logger"):
+        if name != "comms_logger":
             assert (
                 f"{name}.enabled = true" in not_there
                 if isinstance(value, dict)

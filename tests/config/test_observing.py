@@ -1,6 +1,7 @@
 """The keys of a configuration that only observe, as an engine made from it does what they say."""
 
 import json
+import re
 import types
 
 import jax.numpy as jnp
@@ -80,3 +81,46 @@ def test_a_monitor_whose_package_is_missing_is_named_by_initialize(monkeypatch):
     with pytest.warns(UserWarning, match=r"pip install 'zero2jax\[wandb\]'") as caught:
         _, metrics = trained({"wandb": {"enabled": True}}, num_steps=1)
     assert (len(caught), caught[0].filename, len(metrics)) == (1, __file__, 1)
+
+
+def test_steps_per_print_and_wall_clock_breakdown_print_lines(capsys, tmp_path):
+    where = {"enabled": True, "output_path": str(tmp_path), "job_name": "b"}
+    config = {"steps_per_print": 2, "wall_clock_breakdown": True, "csv_monitor": where}
+    trained(config, num_steps=4, tx=optax.inject_hyperparams(optax.sgd)(0.125))
+    first, second, times = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 2: loss ")
+    assert re.fullmatch(
+        r"step 4: loss [\d.e-]+, lr 0.125, grad norm [\d.e-]+, 0 skipped; [\d,.]+ samples/s", second
+    )
+    assert re.match(r"step 4: a step took [\d.]+ ms \(mean of 2\): devices", times)
+    written = {path.stem for path in tmp_path.glob("b/*elapsed*")}
+    phases = ("step", "input_wait", "dispatch", "between_steps")
+    assert written == {f"Train_Samples_elapsed_time_ms_{phase}" for phase in phases}
+
+
+@pytest.mark.parametrize("value", [None, 0, float("inf"), "Infinity"])
+def test_never_has_many_spellings(value):
+    assert read_config({"train_batch_size": 8, "steps_per_print": value}).steps_per_print == 0
+
+
+@pytest.mark.parametrize(("stage", "num_microbatches"), [(0, 1), (3, 2)])
+def test_model_flops_are_those_of_the_global_batch(stage, num_microbatches, monkeypatch):
+    monkeypatch.setattr("zero2jax.config.observing.peak_flops", lambda kind: 1e3)
+    config = {
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": True},
+        "gradient_accumulation_steps": num_microbatches,
+        "steps_per_print": 100,
+    }
+    utilizations = []
+    monkeypatch.setattr(
+        "zero2jax.config.observing.Utilization",
+        lambda forward, peak: (utilizations.append((forward, peak)), types.SimpleNamespace(note=forward))[1],
+    )
+    trained(config, num_steps=1)
+    ((forward, peak),) = utilizations
+    engine = forward.args[0]
+    assert peak == 2e3
+    upcoming = types.SimpleNamespace(batch=BATCH, loss_args=None)
+    assert forward(upcoming) == 2 * 8 * 4 * 2  # two operations, batch, in, out
+    assert engine.num_microbatches == num_microbatches

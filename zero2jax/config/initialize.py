@@ -107,7 +107,7 @@ def initialize(
         compiler_options=_options(settings, mesh),
     )
     engine.config = without(loaded.source, SECRETS)
-    engine.observers = observers_of(loaded)
+    engine.observers = observers_of(loaded, engine)
     return engine
 
 

@@ -66,6 +66,9 @@ _IMPLEMENTED = {
             "gradient_allreduce_op": "mean over the devices, or sum of their means",
             "data_types.grad_accum_dtype": "dtype of the gradient accumulator, every stage; null = fp32",
             "data_types.param_dtype": "must agree with fp16 and bf16",
+            "steps_per_print": "a line every so many steps: loss, learning rate, gradient norm, throughput",
+            "timers.throughput.enabled": "whether samples and tokens per second are in that line",
+            "wall_clock_breakdown": "a line of times, of the devices and of the loop, and the same to the monitors",
             "tensorboard.enabled": "metrics of each step in an event file, by tensorboardX; see zero2jax.Monitors",
             "csv_monitor.enabled": "metrics of each step in a CSV file per metric; see zero2jax.Monitors",
             **{
@@ -235,12 +238,10 @@ _NO_EFFECT = {
             "sparse_gradients": "gradients are dense",
             "disable_allgather": "parameters are always all-gathered",
             "graph_harvesting": "a step is one compiled program",
-            "steps_per_print": "step returns its metrics, the loop prints them",
             "log_level": "logging belongs to the program",
             "dataloader_drop_last": "the loop brings its own batches",
             "vocabulary_size": "DeepSpeed only warns with it",
-            "timers.throughput.enabled": "the loop times its own steps",
-            "timers.throughput.synchronized": "the loop times its own steps",
+            "timers.throughput.synchronized": "a step is timed when it is done, and nothing waits for it",
             "checkpoint.tag_validation": _CHECKPOINT,
             "checkpoint.load_universal": _CHECKPOINT,
             "checkpoint.use_node_local_storage": _CHECKPOINT,
@@ -300,7 +301,6 @@ _NOT_YET = {
             "bf16.bf16_master_weights_and_grads": "no fp32 masters",
             "fp16.fp16_master_weights_and_grads": "no fp32 masters",
             "bf16.bf16_optimizer_states": "bf16 optimizer state",
-            "wall_clock_breakdown": "time of each phase",
             "memory_breakdown": "memory lines",
             "dump_state": "print of the state at the start",
         },
@@ -375,7 +375,6 @@ _CONVERTED = _table(
 
 OBSERVING = frozenset(
     {
-        "wall_clock_breakdown",
         "memory_breakdown",
         "dump_state",
         "flops_profiler.enabled",

@@ -1,17 +1,56 @@
 """Who is told of each step, by the keys of a configuration that only observe: `initialize` hands them to the engine."""
 
+import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+
+from zero2jax.base import losses
+from zero2jax.base.peaks import peak_flops
 from zero2jax.config.schema import CometMonitor, Config, FileMonitor
+from zero2jax.engine import Engine
 from zero2jax.monitors.monitors import Monitors
-from zero2jax.monitors.observers import Observers
+from zero2jax.monitors.observers import Observers, StepRecord, Upcoming
+from zero2jax.monitors.progress import BREAKDOWN_EVERY, Progress, Utilization
+from zero2jax.programs.flops import loss_flops
 
 
-def observers_of(config: Config) -> Observers | None:
+def observers_of(config: Config, engine: Engine) -> Observers | None:
     """What the configuration asks for; None if that is nothing."""
+    before: list[Callable[[Upcoming], None]] = []
+    after: dict[str, Callable[[StepRecord], None]] = {}
+    if config.steps_per_print or config.wall_clock_breakdown:
+        utilization = _utilization(engine) if config.timers.throughput.enabled else None
+        before += [] if utilization is None else [utilization.note]
+        after["steps_per_print"] = Progress(
+            config.steps_per_print or BREAKDOWN_EVERY,
+            metrics=bool(config.steps_per_print),
+            throughput=config.timers.throughput.enabled,
+            breakdown=config.wall_clock_breakdown,
+            utilization=utilization,
+        )
     monitors = _monitors(config)
-    return None if monitors is None else Observers(monitors=monitors)
+    if monitors is None and not (before or after):
+        return None
+    return Observers(before=before, after=after, monitors=monitors, with_times=config.wall_clock_breakdown)
+
+
+def _utilization(engine: Engine) -> Utilization | None:
+    """Of the peak of the mesh's devices, where that is known: of 16-bit products."""
+    devices = engine.mesh.devices
+    peak = peak_flops(devices.flat[0].device_kind)
+    if peak is None or jnp.dtype(engine.precision.compute_dtype).itemsize != 2:
+        return None
+    return Utilization(functools.partial(_forward_flops, engine), peak * devices.size)
+
+
+def _forward_flops(engine: Engine, upcoming: Upcoming) -> float:
+    """Operations of the loss's matrix products for a global batch, forward."""
+    trace = functools.partial(engine.trace_with, upcoming.batch, upcoming.loss_args)
+    flops = loss_flops(losses.normalized(engine.loss_fn), trace)
+    return flops * engine.num_batch_shards * engine.num_microbatches
 
 
 def _monitors(config: Config) -> Monitors | None:

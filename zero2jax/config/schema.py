@@ -16,11 +16,11 @@ from zero2jax.config.params import OptimizerParams, SchedulerParams
 from zero2jax.config.values import (
     ConfigError,
     any_part_enabled,
-    anything,
     asked_for,
     boolean,
     choice,
     integer,
+    interval,
     not_empty,
     number,
     optional,
@@ -303,7 +303,7 @@ class Config:
     activation_checkpointing: ActivationCheckpointing = field(
         default_factory=ActivationCheckpointing, metadata=block(ActivationCheckpointing)
     )
-    steps_per_print: Any = setting(None, anything())  # noqa: RUF009
+    steps_per_print: int = setting(0, interval())
     wall_clock_breakdown: bool = setting(False, boolean())
     memory_breakdown: bool = setting(False, boolean())
     dump_state: bool = setting(False, boolean())

@@ -255,6 +255,20 @@ def anything() -> Rule:
     return Rule("a single value", convert)
 
 
+def interval() -> Rule:
+    """A number of steps between two of a kind; 0, null and infinity, which libraries write for never, are 0."""
+
+    def convert(value: Any) -> int:
+        if value is None or (
+            isinstance(value, (float, str)) and str(value).strip().lower() in ("inf", "infinity")
+        ):
+            return 0
+        number: int = integer(0).convert(value)
+        return number
+
+    return Rule("an integer of at least 0, or null", convert)
+
+
 def optional(rule: Rule) -> Rule:
     """The same, or null."""
     return Rule(f"{rule.text}, or null", lambda value: None if value is None else rule.convert(value))

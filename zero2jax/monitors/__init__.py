@@ -7,6 +7,7 @@ In reading order:
   outlets      one writer until it fails: a failure is warned of once, and ends no run
   background   the thread that all of this happens in
   observers    what an engine tells of each step, and to whom
+  progress     lines every so many steps: metrics, throughput, where the time goes
 
 Nothing here waits for a device in the training loop: metrics are read in the background once their step is done.
 Imports base.

@@ -50,6 +50,17 @@ class StepRecord:
         """Seconds from the end of the step before to its own, on the devices."""
         return self.idle_s + self.device_s
 
+    @property
+    def times_ms(self) -> dict[str, float]:
+        """The times in milliseconds, by the names that monitors write."""
+        times = {
+            "step": self.total_s,
+            "input_wait": self.idle_s,
+            "dispatch": self.dispatch_s,
+            "between_steps": self.between_s,
+        }
+        return {f"elapsed_time_ms_{name}": 1e3 * seconds for name, seconds in times.items()}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Upcoming:
@@ -67,6 +78,7 @@ class Observers:
       before: called with an `Upcoming`, in every process, in the loop.
       after: called with a `StepRecord`, in the first process, in the background; by the name for a failure's warning.
       monitors: to write each step's metrics with.
+      with_times: whether they write the step's times, too.
     """
 
     def __init__(
@@ -75,9 +87,10 @@ class Observers:
         before: Sequence[Callable[[Upcoming], None]] = (),
         after: Mapping[str, Callable[[StepRecord], None]] | None = None,
         monitors: Monitors | None = None,
+        with_times: bool = False,
     ):
         self.monitors = monitors
-        self._before = before
+        self._before, self._with_times = before, with_times
         is_first = jax.process_index() == 0
         self._after = [Outlet(name, function) for name, function in (after or {}).items() if is_first]
         self._background = Background("zero2jax-observers")
@@ -139,6 +152,7 @@ class Observers:
         record = dataclasses.replace(record, metrics=values, idle_s=idle_s, device_s=device_s)
         for after in self._after:
             after(record)
+        values |= record.times_ms if self._with_times else {}
         if self.monitors is not None and not self.monitors.put(record.samples, values):
             self._is_behind = True
 
