@@ -37,7 +37,7 @@ LOADS = {
             "comms_logger": True,
         },
         [],
-        ["comms_logger"],
+        ["checkpoint.tag_validation"],
     ),
     "bert_lamb": (
         {

@@ -23,7 +23,7 @@ FROZEN = {
         activation_checkpointing.number_checkpoints
         activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile
         activation_checkpointing.policy
-        steps_per_print wall_clock_breakdown timers.throughput.enabled
+        dump_state comms_logger steps_per_print wall_clock_breakdown timers.throughput.enabled
         tensorboard.enabled tensorboard.output_path tensorboard.job_name
         csv_monitor.enabled csv_monitor.output_path csv_monitor.job_name wandb.enabled wandb.group
         wandb.team wandb.project comet.enabled comet.samples_log_interval comet.project comet.workspace
@@ -55,7 +55,7 @@ FROZEN = {
         log_level dataloader_drop_last vocabulary_size
         timers.throughput.synchronized checkpoint.tag_validation checkpoint.load_universal
         checkpoint.use_node_local_storage checkpoint.parallel_write.pipeline_stage
-        checkpoint.checkpoint_serialization checkpoint.writer comms_logger aio compile
+        checkpoint.checkpoint_serialization checkpoint.writer aio compile
         data_parallel_size nebula datastates_ckpt autotuning pipeline
     """,
     Treatment.NOT_YET: """
@@ -73,7 +73,7 @@ FROZEN = {
         zero_optimization.zero_quantized_nontrainable_weights
         zero_optimization.zero_quantized_gradients zero_optimization.zeropp_loco_param
         bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
-        memory_breakdown dump_state
+        memory_breakdown
         flops_profiler.enabled flops_profiler.recompute_fwd_factor flops_profiler.profile_step
         flops_profiler.module_depth flops_profiler.top_modules flops_profiler.detailed
         flops_profiler.output_file

@@ -4,6 +4,7 @@ import json
 import re
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -96,6 +97,26 @@ def test_steps_per_print_and_wall_clock_breakdown_print_lines(capsys, tmp_path):
     written = {path.stem for path in tmp_path.glob("b/*elapsed*")}
     phases = ("step", "input_wait", "dispatch", "between_steps")
     assert written == {f"Train_Samples_elapsed_time_ms_{phase}" for phase in phases}
+
+
+def test_dump_state_and_comms_logger_print_once_and_compile_nothing_more(capsys):
+    compiled = []
+    listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        trained({}, num_steps=2)
+        num_without, _ = len(compiled), compiled.clear()
+        engine, _ = trained({"dump_state": True, "comms_logger": {"enabled": True}}, num_steps=2)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(compiled) == num_without
+    out = capsys.readouterr().out
+    assert out.count("state before step 1, of the configuration {") == 1
+    assert "stage = 2" in out
+    assert str(engine.layout.params) in out
+    assert out.count("collectives of a step, per device:") == 1
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith("reduce-scatter")}
+    assert rows["reduce-scatter"][-3:] == ["1", "32", "32"]  # of one leaf of 4 x 2, fp32
 
 
 @pytest.mark.parametrize("value", [None, 0, float("inf"), "Infinity"])

@@ -226,7 +226,7 @@ def test_ignored_keys_are_named_once():
         (zero(stage=3, zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
         (zero(stage=2, ignore_unused_parameters=False), "zero_optimization.ignore_unused_parameters"),
         ({"flops_profiler": {"enabled": True, "profile_step": 3}}, "flops_profiler.enabled"),
-        ({"dump_state": True}, "dump_state"),
+        ({"memory_breakdown": True}, "memory_breakdown"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
     ],
 )

@@ -38,7 +38,7 @@ def watched(engine, num_steps, state=None, **observers):
 
 def test_each_step_is_told_in_order_with_its_numbers(engine):
     upcoming = []
-    records, _ = watched(engine, 3, before=[upcoming.append])
+    records, _ = watched(engine, 3, before={"the test": upcoming.append})
     assert [record.step for record in records] == [1, 2, 3] == [step.step for step in upcoming]
     assert [record.samples for record in records] == [8, 16, 24]
     assert {(record.num_examples, record.num_tokens) for record in records} == {(8, 40)}

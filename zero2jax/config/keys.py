@@ -69,6 +69,8 @@ _IMPLEMENTED = {
             "steps_per_print": "a line every so many steps: loss, learning rate, gradient norm, throughput",
             "timers.throughput.enabled": "whether samples and tokens per second are in that line",
             "wall_clock_breakdown": "a line of times, of the devices and of the loop, and the same to the monitors",
+            "dump_state": "configuration, settings and shard plan, printed before the first step",
+            "comms_logger": "counts and bytes of the step's collectives, printed before the first step",
             "tensorboard.enabled": "metrics of each step in an event file, by tensorboardX; see zero2jax.Monitors",
             "csv_monitor.enabled": "metrics of each step in a CSV file per metric; see zero2jax.Monitors",
             **{
@@ -248,7 +250,6 @@ _NO_EFFECT = {
             "checkpoint.parallel_write.pipeline_stage": _CHECKPOINT,
             "checkpoint.checkpoint_serialization": _CHECKPOINT,
             "checkpoint.writer": _CHECKPOINT,
-            "comms_logger": "a profiler trace shows the collectives",
             "aio": "settings of DeepSpeed's NVMe library",
             "compile": "a step is one compiled program",
             "data_parallel_size": "DeepSpeed reads it beside sequence_parallel_size only",
@@ -302,7 +303,6 @@ _NOT_YET = {
             "fp16.fp16_master_weights_and_grads": "no fp32 masters",
             "bf16.bf16_optimizer_states": "bf16 optimizer state",
             "memory_breakdown": "memory lines",
-            "dump_state": "print of the state at the start",
         },
     ),
     **_table(
@@ -376,7 +376,6 @@ _CONVERTED = _table(
 OBSERVING = frozenset(
     {
         "memory_breakdown",
-        "dump_state",
         "flops_profiler.enabled",
     }
 )

@@ -1,6 +1,7 @@
 """Who is told of each step, by the keys of a configuration that only observe: `initialize` hands them to the engine."""
 
 import functools
+import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,16 +15,19 @@ from zero2jax.engine import Engine
 from zero2jax.monitors.monitors import Monitors
 from zero2jax.monitors.observers import Observers, StepRecord, Upcoming
 from zero2jax.monitors.progress import BREAKDOWN_EVERY, Progress, Utilization
+from zero2jax.monitors.reports import Report
+from zero2jax.programs.audit import audit
 from zero2jax.programs.flops import loss_flops
 
 
 def observers_of(config: Config, engine: Engine) -> Observers | None:
     """What the configuration asks for; None if that is nothing."""
-    before: list[Callable[[Upcoming], None]] = []
+    before: dict[str, Callable[[Upcoming], None]] = {}
     after: dict[str, Callable[[StepRecord], None]] = {}
     if config.steps_per_print or config.wall_clock_breakdown:
         utilization = _utilization(engine) if config.timers.throughput.enabled else None
-        before += [] if utilization is None else [utilization.note]
+        if utilization is not None:
+            before["utilization"] = utilization.note
         after["steps_per_print"] = Progress(
             config.steps_per_print or BREAKDOWN_EVERY,
             metrics=bool(config.steps_per_print),
@@ -31,10 +35,32 @@ def observers_of(config: Config, engine: Engine) -> Observers | None:
             breakdown=config.wall_clock_breakdown,
             utilization=utilization,
         )
+    if config.dump_state:
+        before["dump_state"] = Report(functools.partial(_state, engine))
+    if config.comms_logger:
+        before["comms_logger"] = Report(functools.partial(_collectives, engine))
     monitors = _monitors(config)
     if monitors is None and not (before or after):
         return None
     return Observers(before=before, after=after, monitors=monitors, with_times=config.wall_clock_breakdown)
+
+
+def _state(engine: Engine, upcoming: Upcoming) -> str:
+    """The configuration, the settings it came to, and how each parameter is stored."""
+    return "\n".join(
+        [
+            f"state before step {upcoming.step}, of the configuration {json.dumps(engine.config)}",
+            *[f"  {name} = {value}" for name, value in engine.settings.plain.items()],
+            f"  mesh = {dict(engine.mesh.shape)}",
+            str(engine.layout.params),
+        ]
+    )
+
+
+def _collectives(engine: Engine, upcoming: Upcoming) -> str:
+    """Counts and bytes of the collectives of a step, from its compiled program; which the step then runs."""
+    compiled = engine.lower(upcoming.batch, loss_args=upcoming.loss_args).compile()
+    return f"collectives of a step, per device:\n{audit(compiled)}"
 
 
 def _utilization(engine: Engine) -> Utilization | None:

@@ -8,6 +8,7 @@ In reading order:
   background   the thread that all of this happens in
   observers    what an engine tells of each step, and to whom
   progress     lines every so many steps: metrics, throughput, where the time goes
+  reports      texts printed once, before a step
 
 Nothing here waits for a device in the training loop: metrics are read in the background once their step is done.
 Imports base.

@@ -7,7 +7,7 @@ done, in the background, in the first process only.
 import dataclasses
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -75,8 +75,8 @@ class Observers:
     """Tells of the steps of an engine.
 
     Args:
-      before: called with an `Upcoming`, in every process, in the loop.
-      after: called with a `StepRecord`, in the first process, in the background; by the name for a failure's warning.
+      before: called with an `Upcoming`, in every process, in the loop; by the name for a failure's warning, as `after`.
+      after: called with a `StepRecord`, in the first process, in the background.
       monitors: to write each step's metrics with.
       with_times: whether they write the step's times, too.
     """
@@ -84,13 +84,14 @@ class Observers:
     def __init__(
         self,
         *,
-        before: Sequence[Callable[[Upcoming], None]] = (),
+        before: Mapping[str, Callable[[Upcoming], None]] | None = None,
         after: Mapping[str, Callable[[StepRecord], None]] | None = None,
         monitors: Monitors | None = None,
         with_times: bool = False,
     ):
         self.monitors = monitors
-        self._before, self._with_times = before, with_times
+        self._with_times = with_times
+        self._before = [Outlet(name, function) for name, function in (before or {}).items()]
         is_first = jax.process_index() == 0
         self._after = [Outlet(name, function) for name, function in (after or {}).items() if is_first]
         self._background = Background("zero2jax-observers")
@@ -110,11 +111,11 @@ class Observers:
         """
         if is_traced((state, batch)):
             return None
-        self._warn()
         goes_on = self._last_step() is state.step
         step = self._step + 1 if goes_on else int(jax.device_get(state.step)) + 1
         for before in self._before:
             before(Upcoming(step=step, batch=batch, loss_args=loss_args))
+        self._warn()
         begun_s = time.perf_counter()
 
         def done(new_state: Any, metrics: Mapping[str, Any]) -> None:
@@ -165,7 +166,7 @@ class Observers:
         self._warn()
 
     def _warn(self) -> None:
-        warn_of_failures(self._after)
+        warn_of_failures([*self._before, *self._after])
         if self.monitors is not None:
             self.monitors.warn_of_failures()
             if self._is_behind:
