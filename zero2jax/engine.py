@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from zero2jax.activations.layers import ActivationSettings, remat_layers
-from zero2jax.activations.profile import ActivationProfile, profile_loss
+from zero2jax.activations.profile import ActivationProfile, ProfileOnce, profile_loss
 from zero2jax.base import losses
 from zero2jax.base.batches import (
     abstract_batch,
@@ -173,7 +173,7 @@ class Engine:
         self._compiler_options = compiler_options
         self._functions: Compiled | None = None
         self._watch = ExhaustionWatch(self.settings.loss_scale)
-        self._profile: tuple[Compiled, ActivationProfile] | None = None
+        self._profile = ProfileOnce()
 
     @property
     def stage(self) -> int:
@@ -267,16 +267,16 @@ class Engine:
         """
         with running(self.mesh, self.axes.names):
             check_init_arguments(params, args)
-            if is_function(params):
-                abstract = self.abstract_state(made_shapes(params, args), batch=batch, loss_args=loss_args)
-                expect_same_start(self._blueprint.start(self.layout), self.mesh, args)
-                self._check_host_memory()
+            made = is_function(params)
+            if not made:
+                check_alive(params, "the parameters", "It was donated: pass parameters that are still there.")
+            shapes = made_shapes(params, args) if made else params
+            abstract = self.abstract_state(shapes, batch=batch, loss_args=loss_args)
+            expect_same_start(self._blueprint.start(self.layout), self.mesh, args if made else params)
+            self._check_host_memory()
+            if made:
                 placed = make_params(functools.partial(params, *args), self.layout, self.mesh)
             else:
-                check_alive(params, "the parameters", "It was donated: pass parameters that are still there.")
-                abstract = self.abstract_state(params, batch=batch, loss_args=loss_args)
-                expect_same_start(self._blueprint.start(self.layout), self.mesh, params)
-                self._check_host_memory()
                 placed = place_params(params, self.layout, self.mesh)
             opt_state = make_opt_state(self.tx, placed, self.layout, self.mesh)
             first = functools.partial(self.layout.first_scalars, self.settings.seed)
@@ -318,8 +318,10 @@ class Engine:
         check_apart(state, {"the batch": batch, "loss_args": loss_args, "the extra arguments": extra_args})
         args = (state, *self._placed(batch, loss_args), extra_args)
         seen = None if self.observers is None else self.observers.begin(state, batch, loss_args)
-        wanted = self.activations is not None and self.activations.profile
-        profile = self._profiled(batch, loss_args) if wanted else None  # before the state is donated
+        profile = None
+        if self.activations is not None and self.activations.profile:  # before the state is donated
+            measure = functools.partial(self.activation_profile, batch, loss_args=loss_args)
+            profile = self._profile.of(self._compiled, measure)
         compiled, traced = self._compiled, is_traced(args)
         with running(self.mesh, self.axes.names, traced):
             if not traced:
@@ -419,14 +421,6 @@ class Engine:
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         gradients = self._blueprint.program(self.layout, loss).gradients
         return jax.eval_shape(gradients, *self._abstract(batch, loss_args))
-
-    def _profiled(self, batch: PyTree, loss_args: LossArgs) -> ActivationProfile:
-        """The profile, measured and printed once."""
-        if self._profile is None or self._profile[0] is not self._compiled:
-            self._profile = self._compiled, self.activation_profile(batch, loss_args=loss_args)
-            if jax.process_index() == 0:
-                print(self._profile[1])
-        return self._profile[1]
 
     def _placed(self, batch: PyTree, loss_args: LossArgs) -> tuple[PyTree, dict[str, PyTree]]:
         return place_batch(batch, self.mesh, self.axes.batch), place_loss_args(loss_args, self.mesh)
