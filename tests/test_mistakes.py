@@ -172,6 +172,10 @@ def test_trainable_leaves_that_the_loss_does_not_use_are_named(stage):
         unused.abstract_state(PARAMS)
         with pytest.warns(UserWarning, match=said):
             unused.lower(BATCH)
+        refusing = make(loss_fn=loss, stage=stage, unused="error")
+        refusing.abstract_state(PARAMS)
+        with pytest.raises(ValueError, match=said):
+            refusing.lower(BATCH)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for settings in ({"loss_fn": loss_fn}, {"loss_fn": uses_w, "trainable": lambda path, _: path == "w"}):

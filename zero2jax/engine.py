@@ -56,7 +56,7 @@ from zero2jax.zero.placement import (
 )
 from zero2jax.zero.precision import Precision
 from zero2jax.zero.running import running, settled
-from zero2jax.zero.settings import StepSettings
+from zero2jax.zero.settings import MAX_KEPT_SIZE, StepSettings
 from zero2jax.zero.state import Layout, TrainState, check_state, place_state
 from zero2jax.zero.step import Metrics
 
@@ -90,6 +90,10 @@ class Engine:
         loss if `init` is given a batch, else guessed from the tree.
       gather: "use" gathers parameters where they are used, "once" gathers them once per step (stage 2), "auto"
         takes "once" when a stage-2 step has several microbatches.
+      unused: "warn" of trainable parameters that the loss does not use, or raise an "error" before the first step.
+      max_kept_size: stage 3 keeps parameters of at most so many elements, outside of loops, from forward to backward
+        instead of gathering them again.
+      max_kept_total: elements of all of these, the first ones in the tree; None for any number.
       seed: seed of the keys that `loss_fn` gets; they differ per step, device and microbatch, not by stage.
       axis_name: mesh axis that state is sharded over.
       shard_over_replicas: on a mesh with an axis `replica`, shard the state at rest over that axis too, instead of
@@ -127,6 +131,9 @@ class Engine:
         param_specs: PyTree | None = None,
         layer_dims: PyTree | None = None,
         gather: str = "auto",
+        unused: str = "warn",
+        max_kept_size: int = MAX_KEPT_SIZE,
+        max_kept_total: int | None = None,
         seed: int = 0,
         axis_name: str = DATA_AXIS,
         shard_over_replicas: bool = False,
@@ -147,6 +154,9 @@ class Engine:
             skip_nonfinite=skip_nonfinite,
             loss_scale=LossScale.of(loss_scale),
             gather=gather,
+            unused=unused,
+            max_kept_size=max_kept_size,
+            max_kept_total=max_kept_total,
             seed=seed,
             axes=data_axes(mesh, axis_name, rest_over_replicas=shard_over_replicas),
         )
@@ -307,7 +317,8 @@ class Engine:
 
         Raises:
           ValueError: the batch does not divide; the state has another structure or was donated; the loss is not a
-            scalar; at the first step, processes were given different loss functions or optimizers (named).
+            scalar, or leaves out parameters with `unused="error"`; at the first step, processes were given different
+            loss functions or optimizers (named).
           TypeError: the loss function takes other arguments.
           LossScaleError: two steps before, gradients overflowed at the minimum loss scale.
         """

@@ -23,6 +23,9 @@ FROZEN = {
         activation_checkpointing.number_checkpoints
         activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile
         activation_checkpointing.policy
+        zero_optimization.ignore_unused_parameters
+        zero_optimization.stage3_param_persistence_threshold
+        zero_optimization.stage3_model_persistence_threshold
         dump_state comms_logger steps_per_print wall_clock_breakdown timers.throughput.enabled
         tensorboard.enabled tensorboard.output_path tensorboard.job_name
         csv_monitor.enabled csv_monitor.output_path csv_monitor.job_name wandb.enabled wandb.group
@@ -35,8 +38,6 @@ FROZEN = {
         zero_optimization.load_from_fp32_weights zero_optimization.elastic_checkpoint
         zero_optimization.round_robin_gradients zero_optimization.sub_group_size
         zero_optimization.stage3_prefetch_bucket_size
-        zero_optimization.stage3_param_persistence_threshold
-        zero_optimization.stage3_model_persistence_threshold
         zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
         zero_optimization.stage3_gather_16bit_weights_on_model_save
         zero_optimization.stage3_module_granularity_threshold
@@ -68,7 +69,6 @@ FROZEN = {
         zero_optimization.offload_param.device zero_optimization.offload_param.nvme_path
         zero_optimization.offload_param.buffer_count zero_optimization.offload_param.buffer_size
         zero_optimization.offload_param.max_in_cpu zero_optimization.offload_param.pin_memory
-        zero_optimization.ignore_unused_parameters
         zero_optimization.zero_quantized_weights
         zero_optimization.zero_quantized_nontrainable_weights
         zero_optimization.zero_quantized_gradients zero_optimization.zeropp_loco_param

@@ -101,6 +101,10 @@ _IMPLEMENTED = {
             "stage": "0 replicated, 1 optimizer state, 2 + gradients, 3 + parameters in shards",
             "reduce_bucket_size": "reduce-scatter combine threshold on GPUs: elements x dtype bytes",
             "allgather_bucket_size": "all-gather combine threshold on GPUs: elements x dtype bytes",
+            "ignore_unused_parameters": "false: parameters without gradient are an error before the first step",
+            "stage3_param_persistence_threshold": "elements up to which a parameter, outside of loops, is not gathered "
+            "again for backward",
+            "stage3_model_persistence_threshold": "elements of all of these, the first ones in the tree",
             "overlap_comm": "latency-hiding scheduler of the step on GPUs",
             "mics_shard_size": "size of the data axis; each group of so many devices holds the state",
             "zero_hpz_partition_size": "size of the data axis; the state is stored sharded over all groups",
@@ -191,8 +195,6 @@ _NO_EFFECT = {
             "round_robin_gradients": "every gradient is split over all devices",
             "sub_group_size": _COMPILER,
             "stage3_prefetch_bucket_size": _STAGE3,
-            "stage3_param_persistence_threshold": "small leaves stay replicated by the plan's own rule for now",
-            "stage3_model_persistence_threshold": _STAGE3,
             "stage3_max_live_parameters": _STAGE3,
             "stage3_max_reuse_distance": _STAGE3,
             "stage3_gather_16bit_weights_on_model_save": "engine.params(state) gives full parameters",
@@ -288,7 +290,6 @@ _NOT_YET = {
     **_table(
         Treatment.NOT_YET,
         {
-            "ignore_unused_parameters": "an error for a parameter without gradient",
             "zero_quantized_weights": "all-gather of quantised weights",
             "zero_quantized_nontrainable_weights": "all-gather of quantised frozen weights",
             "zero_quantized_gradients": "quantised gradient reduction",
