@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "offload": {"base", "zero"},
     "processes": {"base"},
     "programs": {"base", "zero"},
-    "monitors": {"base"},
+    "monitors": {"base", "programs"},
     "engine": CORE,
     "config": {*CORE, "engine"},
     "checkpoints": {*CORE, "engine"},

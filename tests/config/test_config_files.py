@@ -108,7 +108,6 @@ LOADS = {
         },
         [
             "zero_optimization.offload_param.device",
-            "flops_profiler.enabled",
             "zero_optimization.offload_optimizer.device",
         ],
         ["aio"],

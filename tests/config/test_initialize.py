@@ -143,7 +143,6 @@ def test_an_absent_gradient_clipping_is_said_once():
 
 
 OBSERVERS = {
-    "flops_profiler": {"enabled": True, "profile_step": 3},
     "memory_breakdown": True,
 }
 

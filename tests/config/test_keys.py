@@ -26,6 +26,8 @@ FROZEN = {
         zero_optimization.ignore_unused_parameters
         zero_optimization.stage3_param_persistence_threshold
         zero_optimization.stage3_model_persistence_threshold
+        flops_profiler.enabled flops_profiler.profile_step flops_profiler.module_depth
+        flops_profiler.top_modules flops_profiler.detailed flops_profiler.output_file
         dump_state comms_logger steps_per_print wall_clock_breakdown timers.throughput.enabled
         tensorboard.enabled tensorboard.output_path tensorboard.job_name
         csv_monitor.enabled csv_monitor.output_path csv_monitor.job_name wandb.enabled wandb.group
@@ -53,7 +55,7 @@ FROZEN = {
         zero_force_ds_cpu_optimizer fp16.auto_cast bf16.immediate_grad_update data_types.buffer_dtype
         prescale_gradients gradient_predivide_factor seq_parallel_communication_data_type
         sparse_gradients disable_allgather graph_harvesting
-        log_level dataloader_drop_last vocabulary_size
+        flops_profiler.recompute_fwd_factor log_level dataloader_drop_last vocabulary_size
         timers.throughput.synchronized checkpoint.tag_validation checkpoint.load_universal
         checkpoint.use_node_local_storage checkpoint.parallel_write.pipeline_stage
         checkpoint.checkpoint_serialization checkpoint.writer aio compile
@@ -74,9 +76,6 @@ FROZEN = {
         zero_optimization.zero_quantized_gradients zero_optimization.zeropp_loco_param
         bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
         memory_breakdown
-        flops_profiler.enabled flops_profiler.recompute_fwd_factor flops_profiler.profile_step
-        flops_profiler.module_depth flops_profiler.top_modules flops_profiler.detailed
-        flops_profiler.output_file
     """,
     Treatment.REFUSED: """
         managed_gradient_accumulation zero_optimization.legacy_stage1 zero_optimization.zenflow

@@ -119,6 +119,21 @@ def test_dump_state_and_comms_logger_print_once_and_compile_nothing_more(capsys)
     assert rows["reduce-scatter"][-3:] == ["1", "32", "32"]  # of one leaf of 4 x 2, fp32
 
 
+def test_the_profile_is_of_the_step_after_as_many_as_the_key_says(tmp_path):
+    path = tmp_path / "profile.txt"
+    block = {"enabled": True, "profile_step": 1, "output_file": str(path), "detailed": False}
+    trained({"flops_profiler": block}, num_steps=1)
+    assert not path.exists()
+    trained({"flops_profiler": block}, num_steps=3)
+    lines = path.read_text().splitlines()
+    assert lines[0] == "profile of step 2, per device"
+    assert lines[1].startswith("parameters: 8 in all, 16 B stored; mesh {'data': 2}")
+    forward = 2 * 4 * 4 * 2  # two operations, rows of a device, in, out; backward is as much
+    assert (
+        lines[2] == f"matrix products: {2 * forward} FLOP = forward {forward} FLOP, backward {forward} FLOP"
+    )
+
+
 @pytest.mark.parametrize("value", [None, 0, float("inf"), "Infinity"])
 def test_never_has_many_spellings(value):
     assert read_config({"train_batch_size": 8, "steps_per_print": value}).steps_per_print == 0

@@ -225,7 +225,6 @@ def test_ignored_keys_are_named_once():
         (zero(stage=2, offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer.device"),
         (zero(stage=3, zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
         (zero(stage=3, zeropp_loco_param={"err_beta": 0.8}), "zero_optimization.zeropp_loco_param"),
-        ({"flops_profiler": {"enabled": True, "profile_step": 3}}, "flops_profiler.enabled"),
         ({"memory_breakdown": True}, "memory_breakdown"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
     ],
@@ -239,7 +238,6 @@ def test_not_yet_names_the_switch_only(raw, path):
 def test_not_yet_ignores_blocks_that_are_off():
     raw = {
         "fp16": {"enabled": False, "hysteresis": 4},
-        "flops_profiler": {"enabled": False, "profile_step": 3},
         "bf16": {"enabled": False, "check_grad_overflow": True},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none", "super_offload": True}},
     }

@@ -71,6 +71,12 @@ _IMPLEMENTED = {
             "wall_clock_breakdown": "a line of times, of the devices and of the loop, and the same to the monitors",
             "dump_state": "configuration, settings and shard plan, printed before the first step",
             "comms_logger": "counts and bytes of the step's collectives, printed before the first step",
+            "flops_profiler.enabled": "a report of one step: operations by scope, phase and loop, bytes, time",
+            "flops_profiler.profile_step": "steps before the one that is profiled",
+            "flops_profiler.module_depth": "how deep named scopes are broken up; -1 as deep as they are",
+            "flops_profiler.top_modules": "scopes that are named for each depth",
+            "flops_profiler.detailed": "a line for each scope, loop and collective",
+            "flops_profiler.output_file": "path of the report; null prints it",
             "tensorboard.enabled": "metrics of each step in an event file, by tensorboardX; see zero2jax.Monitors",
             "csv_monitor.enabled": "metrics of each step in a CSV file per metric; see zero2jax.Monitors",
             **{
@@ -245,6 +251,7 @@ _NO_EFFECT = {
             "log_level": "logging belongs to the program",
             "dataloader_drop_last": "the loop brings its own batches",
             "vocabulary_size": "DeepSpeed only warns with it",
+            "flops_profiler.recompute_fwd_factor": "what is recomputed is counted in the compiled program",
             "timers.throughput.synchronized": "a step is timed when it is done, and nothing waits for it",
             "checkpoint.tag_validation": _CHECKPOINT,
             "checkpoint.load_universal": _CHECKPOINT,
@@ -306,23 +313,6 @@ _NOT_YET = {
             "memory_breakdown": "memory lines",
         },
     ),
-    **_table(
-        Treatment.NOT_YET,
-        {
-            "flops_profiler.enabled": "one profiled step",
-            **{
-                f"flops_profiler.{name}": "with the profiler"
-                for name in (
-                    "recompute_fwd_factor",
-                    "profile_step",
-                    "module_depth",
-                    "top_modules",
-                    "detailed",
-                    "output_file",
-                )
-            },
-        },
-    ),
 }
 
 _REFUSED = _table(
@@ -377,7 +367,6 @@ _CONVERTED = _table(
 OBSERVING = frozenset(
     {
         "memory_breakdown",
-        "flops_profiler.enabled",
     }
 )
 """Switches that are not there yet and change no number: `initialize` warns of them and goes on."""

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +11,14 @@ import jax.numpy as jnp
 
 from zero2jax.base import losses
 from zero2jax.base.peaks import peak_flops
-from zero2jax.config.schema import CometMonitor, Config, FileMonitor
+from zero2jax.config.schema import CometMonitor, Config, FileMonitor, FlopsProfiler
 from zero2jax.engine import Engine
 from zero2jax.monitors.monitors import Monitors
 from zero2jax.monitors.observers import Observers, StepRecord, Upcoming
+from zero2jax.monitors.profiler import Profiler, model_lines
 from zero2jax.monitors.progress import BREAKDOWN_EVERY, Progress, Utilization
 from zero2jax.monitors.reports import Report
-from zero2jax.programs.audit import audit
+from zero2jax.programs.audit import Audit, audit
 from zero2jax.programs.flops import loss_flops
 
 
@@ -39,6 +41,9 @@ def observers_of(config: Config, engine: Engine) -> Observers | None:
         before["dump_state"] = Report(functools.partial(_state, engine))
     if config.comms_logger:
         before["comms_logger"] = Report(functools.partial(_collectives, engine))
+    if config.flops_profiler.enabled:
+        profiler = _profiler(config.flops_profiler, engine)
+        before["flops_profiler"], after["flops_profiler"] = profiler.before, profiler.after
     monitors = _monitors(config)
     if monitors is None and not (before or after):
         return None
@@ -57,10 +62,36 @@ def _state(engine: Engine, upcoming: Upcoming) -> str:
     )
 
 
+def _audit(engine: Engine, upcoming: Upcoming) -> Audit:
+    """The reading of the program of a step, which the step then runs: nothing is compiled twice."""
+    return audit(engine.lower(upcoming.batch, loss_args=upcoming.loss_args).compile())
+
+
 def _collectives(engine: Engine, upcoming: Upcoming) -> str:
-    """Counts and bytes of the collectives of a step, from its compiled program; which the step then runs."""
-    compiled = engine.lower(upcoming.batch, loss_args=upcoming.loss_args).compile()
-    return f"collectives of a step, per device:\n{audit(compiled)}"
+    """Counts and bytes of the collectives of a step."""
+    return f"collectives of a step, per device:\n{_audit(engine, upcoming)}"
+
+
+def _profiler(block: FlopsProfiler, engine: Engine) -> Profiler:
+    """A profiler of the step after `profile_step` steps, as DeepSpeed counts."""
+
+    def describe() -> list[str]:
+        plan = engine.layout.params
+        num_params = sum(math.prod(leaf.shape) for leaf in plan.leaves)
+        return model_lines(num_params, plan.rest_bytes, dict(engine.mesh.shape))
+
+    device = engine.mesh.devices.flat[0]
+    return Profiler(
+        block.profile_step + 1,
+        functools.partial(_audit, engine),
+        describe,
+        module_depth=block.module_depth,
+        top_modules=block.top_modules,
+        detailed=block.detailed,
+        output=block.output_file,
+        peak_flops=peak_flops(device.device_kind),
+        as_before_conversion=device.platform == "cpu",
+    )
 
 
 def _utilization(engine: Engine) -> Utilization | None:

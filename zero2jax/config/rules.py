@@ -13,10 +13,7 @@ from zero2jax.config.schema import Config
 from zero2jax.config.values import Report, shown
 
 _SWITCHES = ("enabled", "device")
-_SWITCHED = (
-    "flops_profiler",
-    "zero_optimization.offload_param",
-)
+_SWITCHED = ("zero_optimization.offload_param",)
 """Blocks whose other keys only accompany their switch."""
 
 

@@ -9,7 +9,8 @@ In reading order:
   observers    what an engine tells of each step, and to whom
   progress     lines every so many steps: metrics, throughput, where the time goes
   reports      texts printed once, before a step
+  profiler     one step's operations by scope and loop, its bytes and its time
 
 Nothing here waits for a device in the training loop: metrics are read in the background once their step is done.
-Imports base.
+Imports base and programs.
 """
