@@ -49,7 +49,10 @@ def state(engine):
     ("settings", "said"),
     [
         *[({"clip_norm": x}, "clip_norm is .* finite number above 0, or None") for x in (-1.0, 0, "1", True)],
-        *[({"clip_norm": x}, "clip_norm is .* finite number above 0, or None") for x in (math.inf, math.nan)],
+        *[
+            ({"clip_norm": x}, "clip_norm is .* finite number above 0, or None")
+            for x in (math.inf, math.nan, 1e-320)
+        ],
         *[
             ({"num_microbatches": x}, "num_microbatches is .* whole number of at least 1")
             for x in (True, "2")

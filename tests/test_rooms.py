@@ -52,7 +52,7 @@ PRIVATE = {
         "safetensors_file",
     },
     "processes": {"roll_call"},
-    "monitors": {"background", "outlets", "writers"},
+    "monitors": {"background", "outlets"},
     "planning": {"picture"},
     "launching": {"supervise"},
 }

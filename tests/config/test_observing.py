@@ -46,12 +46,19 @@ def test_file_monitors_write_where_deepspeed_does(tmp_path):
 
 def test_services_get_the_arguments_of_their_blocks(monkeypatch):
     asked = {}
-    monkeypatch.setattr("zero2jax.config.observing.Monitors", lambda **options: asked.update(options))
+    nothing = types.SimpleNamespace(
+        warn_of_failures=lambda: None, close=lambda: None, put=lambda *_: True, say_behind=lambda: None
+    )
+    none = lambda **options: (asked.update(options), nothing)[1]
+    monkeypatch.setattr("zero2jax.config.observing.why_missing", lambda name: "")
+    monkeypatch.setattr("zero2jax.config.observing.Monitors", none)
     config = {
         "wandb": {"enabled": True, "team": "t"},
         "comet": {"enabled": True, "project": "p", "online": False, "experiment_name": "e", "api_key": "k"},
     }
     trained(config, num_steps=0)
+    assert asked == {}  # nothing is opened before the first step
+    trained(config, num_steps=1)
     assert asked == {
         "wandb": {"project": "deepspeed", "group": None, "entity": "t"},
         "comet": {
@@ -69,8 +76,7 @@ def test_what_is_not_asked_for_is_not_there():
 
 
 def test_a_secret_is_neither_printed_nor_recorded(monkeypatch):
-    none = lambda **options: types.SimpleNamespace(warn_of_failures=lambda: None, close=lambda: None)
-    monkeypatch.setattr("zero2jax.config.observing.Monitors", none)
+    monkeypatch.setattr("zero2jax.config.observing.why_missing", lambda name: "")
     config = {"comet": {"enabled": True, "api_key": "secret", "project": "p"}}
     engine, _ = trained(config, num_steps=0)
     assert engine.config["comet"] == {"enabled": True, "project": "p"}
@@ -79,7 +85,8 @@ def test_a_secret_is_neither_printed_nor_recorded(monkeypatch):
 
 def test_a_monitor_whose_package_is_missing_is_named_by_initialize(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.warns(UserWarning, match=r"pip install 'zero2jax\[wandb\]'") as caught:
+    words = r"wandb is switched on, and wandb is not installed: pip install 'zero2jax\[wandb\]'"
+    with pytest.warns(zero2jax.ConfigWarning, match=words) as caught:
         _, metrics = trained({"wandb": {"enabled": True}}, num_steps=1)
     assert (len(caught), caught[0].filename, len(metrics)) == (1, __file__, 1)
 

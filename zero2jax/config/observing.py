@@ -12,12 +12,14 @@ import jax.numpy as jnp
 from zero2jax.base import losses
 from zero2jax.base.peaks import peak_flops
 from zero2jax.config.schema import CometMonitor, Config, FileMonitor, FlopsProfiler
+from zero2jax.config.values import warn
 from zero2jax.engine import Engine
 from zero2jax.monitors.monitors import Monitors
 from zero2jax.monitors.observers import Observers, StepRecord, Upcoming
 from zero2jax.monitors.profiler import Profiler, model_lines
 from zero2jax.monitors.progress import BREAKDOWN_EVERY, Progress, Utilization
 from zero2jax.monitors.reports import Report
+from zero2jax.monitors.writers import why_missing
 from zero2jax.programs.audit import Audit, audit
 from zero2jax.programs.flops import loss_flops
 
@@ -110,8 +112,8 @@ def _forward_flops(engine: Engine, upcoming: Upcoming) -> float:
     return flops * engine.num_batch_shards * engine.num_microbatches
 
 
-def _monitors(config: Config) -> Monitors | None:
-    """The monitors that are switched on, where DeepSpeed has theirs."""
+def _monitors(config: Config) -> Callable[[], Monitors] | None:
+    """Makes the monitors that are switched on, where DeepSpeed has theirs; names those whose package is missing."""
     asked: dict[str, Any] = {}
     for name, block in (("tensorboard", config.tensorboard), ("csv", config.csv_monitor)):
         if block.enabled:
@@ -121,7 +123,11 @@ def _monitors(config: Config) -> Monitors | None:
         asked["wandb"] = {"project": run.project, "group": run.group, "entity": run.team}
     if config.comet.enabled:
         asked["comet"] = _comet(config.comet)
-    return Monitors(**asked) if asked else None
+    for name in list(asked):
+        if missing := why_missing(name):
+            warn(f"{config.name}: {name} is switched on, and {missing}. The run goes on without it.")
+            del asked[name]
+    return functools.partial(Monitors, **asked) if asked else None
 
 
 def _folder(block: FileMonitor) -> str:

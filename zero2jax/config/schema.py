@@ -21,6 +21,7 @@ from zero2jax.config.values import (
     choice,
     integer,
     interval,
+    norm,
     not_empty,
     number,
     optional,
@@ -291,7 +292,7 @@ class Config:
     fp16: FP16 = field(default_factory=FP16, metadata=block(FP16))
     bf16: BF16 = field(default_factory=BF16, metadata=block(BF16, aliases=("bfloat16",)))
     data_types: DataTypes = field(default_factory=DataTypes, metadata=block(DataTypes))
-    gradient_clipping: float = setting(0.0, number(0.0))
+    gradient_clipping: float = setting(0.0, norm())
     prescale_gradients: bool = setting(False, boolean())
     gradient_predivide_factor: float = setting(1.0, number(above=0))
     gradient_allreduce_op: str = setting("mean", choice("mean", "sum"))

@@ -11,7 +11,7 @@ from typing import Any
 from zero2jax.base import notices
 
 _LONGEST_NAME = 80
-_FP32_MAX = 3.4028234663852886e38
+_FP32_MAX, _FP32_MIN = 3.4028234663852886e38, 1.1754943508222875e-38
 _MOST_STEPS = (1 << 30) - 1  # two of them, a cycle's halves, fit into the counter's 32 bits
 
 
@@ -192,6 +192,21 @@ def number(
     limits += [] if above is None else [f"greater than {above}"]
     limits += [] if below is None else [f"less than {below}"]
     return Rule(" ".join(["a number", " and ".join(limits)]).strip(), convert)
+
+
+def norm() -> Rule:
+    """A norm that gradients are clipped to, or 0 for none; less than fp32's smallest normal number would be 0, too."""
+    rule = number(0.0)
+
+    def convert(value: Any) -> float:
+        x: float = rule.convert(value)
+        if 0 < x < _FP32_MIN:
+            raise Refused(
+                f"0, for no clipping, or at least {_FP32_MIN}: less is 0 in fp32, and every update would be"
+            )
+        return x
+
+    return Rule(rule.text, convert)
 
 
 def steps(low: int) -> Rule:

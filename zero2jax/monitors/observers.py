@@ -77,7 +77,8 @@ class Observers:
     Args:
       before: called with an `Upcoming`, in every process, in the loop; by the name for a failure's warning, as `after`.
       after: called with a `StepRecord`, in the first process, in the background.
-      monitors: to write each step's metrics with.
+      monitors: makes what each step's metrics are written with; called at the first step, in the first process, so that
+        an engine that is only planned with opens nothing.
       with_times: whether they write the step's times, too.
     """
 
@@ -86,16 +87,18 @@ class Observers:
         *,
         before: Mapping[str, Callable[[Upcoming], None]] | None = None,
         after: Mapping[str, Callable[[StepRecord], None]] | None = None,
-        monitors: Monitors | None = None,
+        monitors: Callable[[], Monitors] | None = None,
         with_times: bool = False,
     ):
-        self.monitors = monitors
+        self.monitors: Monitors | None = None
+        self._make_monitors = monitors
         self._with_times = with_times
         self._before = [Outlet(name, function) for name, function in (before or {}).items()]
-        is_first = jax.process_index() == 0
-        self._after = [Outlet(name, function) for name, function in (after or {}).items() if is_first]
-        self._background = Background("zero2jax-observers")
-        self._listens = bool(self._after) or (is_first and monitors is not None)
+        self._after = [Outlet(name, function) for name, function in (after or {}).items()]
+        self._background: Background | None = (
+            None  # none in the other processes, nor without anything to tell
+        )
+        self._is_open = False
         self._last_step: Callable[[], Any] = lambda: None
         self._step = self._samples = 0
         self._is_behind = False
@@ -111,6 +114,7 @@ class Observers:
         """
         if is_traced((state, batch)):
             return None
+        self._open()
         goes_on = self._last_step() is state.step
         step = self._step + 1 if goes_on else int(jax.device_get(state.step)) + 1
         for before in self._before:
@@ -139,7 +143,9 @@ class Observers:
         return done
 
     def _tell(self, record: StepRecord, metrics: dict[str, Any], begun_s: float) -> None:
-        if self._listens and not self._background.put(lambda: self._hear(record, metrics, begun_s)):
+        if self._background is None:
+            return
+        if not self._background.put(lambda: self._hear(record, metrics, begun_s)):
             self._is_behind = True
 
     def _hear(self, record: StepRecord, metrics: Mapping[str, Any], begun_s: float) -> None:
@@ -159,11 +165,22 @@ class Observers:
 
     def close(self) -> None:
         """Wait until all steps so far have been told of, and the monitors have written; 30 seconds at most."""
-        self._background.close()
-        self._listens = False
+        if self._background is not None:
+            self._background.close()
+            self._background = None
         if self.monitors is not None:
             self.monitors.close()
         self._warn()
+
+    def _open(self) -> None:
+        """Open the monitors, then the thread that hands metrics to them, in the first process."""
+        if self._is_open or jax.process_index() != 0:
+            return
+        self._is_open = True
+        if self._make_monitors is not None:
+            self.monitors = self._make_monitors()
+        if self._after or self.monitors is not None:
+            self._background = Background("zero2jax-observers")
 
     def _warn(self) -> None:
         warn_of_failures([*self._before, *self._after])

@@ -6,12 +6,16 @@ libraries are extras of this package. Where each puts things, and the names, are
 
 import csv
 import importlib
+import importlib.util
 import os
 import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
+
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "comet": "comet_ml"}
+"""What is to be installed, by the extra of this package that installs it."""
 
 
 class Writer(Protocol):
@@ -28,7 +32,7 @@ class TensorBoardWriter:
     """An event file in a folder, for TensorBoard."""
 
     def __init__(self, folder: str | os.PathLike[str]):
-        library = _import("tensorboardX", "tensorboardX", "tensorboard")
+        library = _library("tensorboard")
         self._scalar = importlib.import_module("tensorboardX.summary").scalar
         self._event = importlib.import_module("tensorboardX.proto.event_pb2").Event
         os.makedirs(folder, exist_ok=True)
@@ -76,7 +80,7 @@ class WandbWriter:
     """A run of Weights & Biases; `options` are those of `wandb.init`."""
 
     def __init__(self, options: Mapping[str, Any]):
-        self._run = _import("wandb", "wandb", "wandb").init(**options)
+        self._run = _library("wandb").init(**options)
 
     def write(self, samples: int, values: Mapping[str, float]) -> None:
         """See `Writer`."""
@@ -98,7 +102,7 @@ class CometWriter:
     def __init__(self, options: Mapping[str, Any]):
         options = dict(options)
         name, self._interval = options.pop("experiment_name", None), options.pop("samples_log_interval", 100)
-        self._experiment = _import("comet_ml", "comet_ml", "comet").start(**options)
+        self._experiment = _library("comet").start(**options)
         if name is not None:
             self._experiment.set_name(name)
         self._next = 0
@@ -114,9 +118,19 @@ class CometWriter:
         self._experiment.end()
 
 
-def _import(module: str, package: str, extra: str) -> Any:
-    """A module of an optional package; an ImportError with the line that installs it."""
+def why_missing(extra: str) -> str:
+    """The line that installs what an extra has, where that is not installed; else nothing."""
+    package = _PACKAGES.get(extra)
+    return "" if package is None or importlib.util.find_spec(package) is not None else _install(extra)
+
+
+def _install(extra: str) -> str:
+    return f"{_PACKAGES[extra]} is not installed: pip install 'zero2jax[{extra}]'"
+
+
+def _library(extra: str) -> Any:
+    """The package of an extra; an ImportError with the line that installs it."""
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(_PACKAGES[extra])
     except ModuleNotFoundError as error:
-        raise ImportError(f"{package} is not installed: pip install 'zero2jax[{extra}]'") from error
+        raise ImportError(_install(extra)) from error

@@ -8,6 +8,8 @@ part of `gradients`, so that what only reads settings need not import how gradie
 import dataclasses
 from typing import Any, NoReturn
 
+import numpy as np
+
 from zero2jax.base.checks import is_positive, is_whole
 from zero2jax.base.mesh import DataAxes
 from zero2jax.zero.loss_scale import LossScale
@@ -97,8 +99,12 @@ class StepSettings:
             )
         for name, value in whole.items():
             object.__setattr__(self, name, None if value is None else int(value))
-        if self.clip_norm is not None and not is_positive(self.clip_norm):
-            rule = "it must be a finite number above 0, or None for no clipping (which 0.0 means in a DeepSpeed JSON)"
+        tiny = float(np.finfo(np.float32).tiny)  # less is 0 in fp32, and so would every update be
+        if self.clip_norm is not None and not (is_positive(self.clip_norm) and float(self.clip_norm) >= tiny):
+            rule = (
+                f"it must be a finite number above 0, or None for no clipping (which 0.0 means in a DeepSpeed JSON); "
+                f"below {tiny:.3g} it is 0 in fp32"
+            )
             _refuse("clip_norm", self.clip_norm, rule)
 
     @property
