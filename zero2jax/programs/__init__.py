@@ -14,6 +14,7 @@ The files, in reading order:
   scopes     matrix products by named scope, phase and loop
   flops      matrix products of a loss function, counted in its trace
   reductions parameters whose gradients stage 3 reduces more than once
+  traffic    bytes of memory that each instruction reads and writes
   overlap    what the schedule waits for, by two clocks
   memory     a running engine's bytes, measured beside the formulas
 
