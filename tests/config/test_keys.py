@@ -71,13 +71,13 @@ FROZEN = {
         zero_optimization.offload_param.device zero_optimization.offload_param.nvme_path
         zero_optimization.offload_param.buffer_count zero_optimization.offload_param.buffer_size
         zero_optimization.offload_param.max_in_cpu zero_optimization.offload_param.pin_memory
-        zero_optimization.zero_quantized_weights
-        zero_optimization.zero_quantized_nontrainable_weights
-        zero_optimization.zero_quantized_gradients zero_optimization.zeropp_loco_param
         bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
         memory_breakdown
     """,
     Treatment.REFUSED: """
+        zero_optimization.zero_quantized_weights
+        zero_optimization.zero_quantized_nontrainable_weights
+        zero_optimization.zero_quantized_gradients zero_optimization.zeropp_loco_param
         managed_gradient_accumulation zero_optimization.legacy_stage1 zero_optimization.zenflow
         optimizer.params.amsgrad optimizer.params.dampening optimizer.params.lr_decay
         optimizer.params.initial_accumulator_value sequence_parallel_size expert_parallel

@@ -223,8 +223,6 @@ def test_ignored_keys_are_named_once():
             "fp16.fp16_master_weights_and_grads",
         ),
         (zero(stage=2, offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer.device"),
-        (zero(stage=3, zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
-        (zero(stage=3, zeropp_loco_param={"err_beta": 0.8}), "zero_optimization.zeropp_loco_param"),
         ({"memory_breakdown": True}, "memory_breakdown"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
     ],

@@ -171,7 +171,11 @@ def test_the_cheapest_setting_is_written_as_a_file_that_trains(tmp_path, capsys)
         (["--search", "--write", "no/such/best.json"], 2, "the folder 'no/such' is not there"),
         (["--set", "program.num_examples=x"], 2, "calling 'program' with num_examples = 'x': TypeError"),
         (["--config", '{"amp": {"enabled": true}}'], 1, "amp = true: not supported"),
-        (["--config", '{"zero_optimization": {"stage": 3, "zero_quantized_weights": true}}'], 1, "quantized"),
+        (
+            ["--config", '{"zero_optimization": {"stage": 3, "zero_quantized_weights": true}}'],
+            1,
+            "a third less",
+        ),
         (["--config", '{"zero_optimization": {"stage": 9}}'], 2, "zero_optimization.stage = 9"),
     ],
 )

@@ -41,6 +41,10 @@ _TORCH = "chooses between torch implementations of the same update"
 _WITH_OFFLOAD = "with the offload device"
 _WITH_NVME = "with the offload device nvme"
 _CHECKPOINT = "the step writes no checkpoint"
+_QUANTIZED = (
+    "quantised collectives change the numbers, and XLA has no quantised reduction; use zero_hpz_partition_size or "
+    "mics_shard_size with the devices of a host, or stage 2, which moves a third less than stage 3"
+)
 _OTHER = "changes the training itself and has no counterpart"
 
 _IMPLEMENTED = {
@@ -297,16 +301,6 @@ _NOT_YET = {
     **_table(
         Treatment.NOT_YET,
         {
-            "zero_quantized_weights": "all-gather of quantised weights",
-            "zero_quantized_nontrainable_weights": "all-gather of quantised frozen weights",
-            "zero_quantized_gradients": "quantised gradient reduction",
-            "zeropp_loco_param": "error feedback for quantised gradients",
-        },
-        "zero_optimization.",
-    ),
-    **_table(
-        Treatment.NOT_YET,
-        {
             "bf16.bf16_master_weights_and_grads": "no fp32 masters",
             "fp16.fp16_master_weights_and_grads": "no fp32 masters",
             "bf16.bf16_optimizer_states": "bf16 optimizer state",
@@ -320,6 +314,15 @@ _REFUSED = _table(
     {
         "managed_gradient_accumulation": "engine.step takes the full batch and updates once; leave it true",
         "zero_optimization.legacy_stage1": "DeepSpeed removed it as well; use stage 1",
+        **{
+            f"zero_optimization.{name}": _QUANTIZED
+            for name in (
+                "zero_quantized_weights",
+                "zero_quantized_nontrainable_weights",
+                "zero_quantized_gradients",
+                "zeropp_loco_param",
+            )
+        },
         "zero_optimization.zenflow": "stale, partial updates from the host have no counterpart",
         "optimizer.params.amsgrad": "DeepSpeed's kernels refuse it as well; pass an optax tx",
         "optimizer.params.dampening": "SGD's momentum takes the full gradient; pass an optax tx",
