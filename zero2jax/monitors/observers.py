@@ -95,9 +95,8 @@ class Observers:
         self._with_times = with_times
         self._before = [Outlet(name, function) for name, function in (before or {}).items()]
         self._after = [Outlet(name, function) for name, function in (after or {}).items()]
-        self._background: Background | None = (
-            None  # none in the other processes, nor without anything to tell
-        )
+        # None before the first step, in the other processes, and without anything to tell.
+        self._background: Background | None = None
         self._is_open = False
         self._last_step: Callable[[], Any] = lambda: None
         self._step = self._samples = 0
