@@ -78,7 +78,24 @@ def test_the_report_names_scopes_phases_loops_and_time(read, tmp_path):
     assert lines[5] in ("most at depth 1: attention 48%, mlp 48%", "most at depth 1: mlp 48%, attention 48%")
     rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("  ")}
     assert rows["mlp"] == ["12.29", "kFLOP", "12.29", "kFLOP", "24.58", "kFLOP", "-", "49.15", "kFLOP", "48%"]
-    assert any(line.startswith("  2 x 3") and "test_scopes.py" in line for line in lines)
+    assert rows["2"] == [
+        "x",
+        "3",
+        "24.58",
+        "kFLOP",
+        "24.58",
+        "kFLOP",
+        "49.15",
+        "kFLOP",
+        "-",
+        "98.3",
+        "kFLOP",
+        "96%",
+    ]
+    first_line, last_line = layer.__code__.co_firstlineno, loss_fn.__code__.co_firstlineno
+    by_line = {int(name.rpartition(":")[2]): cells[-1] for name, cells in rows.items() if ".py:" in name}
+    assert sorted(by_line.values()) == ["4%", "48%", "48%"]
+    assert sum(first_line < line < last_line for line in by_line) == 2
 
 
 @pytest.mark.parametrize(
@@ -91,6 +108,7 @@ def test_the_report_names_scopes_phases_loops_and_time(read, tmp_path):
             "backward",
         ),
         ("jit(step)/transpose(jvp())/checkpoint/rematted_computation/mlp/dot", ("mlp",), "recompute"),
+        ("jit(step)/jvp(mlp)/BTH,HF->BTF/dot_general", ("mlp",), "forward"),
         ("jit(step)/dot_general", (), "update"),
         ("", (), "update"),
     ],

@@ -1,6 +1,6 @@
 """One profiled step: where its operations, bytes and time go, as a text. From the compiled program, and a clock."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from zero2jax.base.tables import aligned, readable_bytes
@@ -10,6 +10,7 @@ from zero2jax.programs.scopes import PHASES, Scoped, flops_by, scoped_products
 
 _NO_SCOPE = "(no scope)"
 _NO_LOOP = "in no loop"
+_MOST_LINES = 10
 
 
 class Profiler:
@@ -21,7 +22,7 @@ class Profiler:
       describe: lines on top, about model and mesh.
       module_depth: how deep scopes are broken up; -1 as deep as they are.
       top_modules: scopes that are named for each depth.
-      detailed: whether every scope, loop and collective has a line.
+      detailed: whether scopes, source lines, loops and collectives have tables.
       output: path of the report; None prints it.
       peak_flops: of one device, per second; None where it is not known.
       as_before_conversion: for programs of the CPU's compiler, see `programs.products`.
@@ -71,7 +72,8 @@ class Profiler:
         lines += [f"matrix products: {_flops(flops)} = {_shares(products)}", f"  {_dtypes(products)}"]
         lines += [self._time(record, flops), *_top(products, self._depth, self._top)]
         if self._detailed:
-            lines += ["", *_by_scope(products, self._depth), "", *_by_loop(products), "", audit.table()]
+            tables = _by_scope(products, self._depth), _by_line(products), _by_loop(products), [audit.table()]
+            lines += [line for table in tables for line in ("", *table)]
         return lines
 
     def _time(self, record: StepRecord, flops: float) -> str:
@@ -112,32 +114,52 @@ def _top(products: list[Scoped], depth: int, count: int) -> list[str]:
 
 def _by_scope(products: list[Scoped], depth: int) -> list[str]:
     """A table of scopes: the operations of each, with all that is in it."""
-    total = sum(one.product.total_flops for one in products) or 1.0
-    sums: dict[tuple[str, ...], dict[str, float]] = {}
+    sums: _Sums = {}
     for one in products:
         scope = one.scope or (_NO_SCOPE,)
         for level in range(1, (len(scope) if depth < 0 else min(depth, len(scope))) + 1):
-            phases = sums.setdefault(scope[:level], {})
-            phases[one.phase] = phases.get(one.phase, 0.0) + one.product.total_flops
-    rows: list[tuple[str, ...]] = [("matrix products by scope", *PHASES, "all", "share")]
-    for scope, phases in sorted(sums.items()):
-        cells = [_flops(phases[phase]) if phase in phases else "-" for phase in PHASES]
-        whole = sum(phases.values())
-        rows.append(("  " * len(scope) + scope[-1], *cells, _flops(whole), f"{whole / total:.0%}"))
-    return aligned(rows, right=range(1, len(rows[0])))
+            _add(sums, scope[:level], one)
+    named = {"  " * len(scope) + scope[-1]: phases for scope, phases in sorted(sums.items())}
+    return _table("matrix products by scope", list(named.items()), products)
+
+
+def _by_line(products: list[Scoped]) -> list[str]:
+    """A table of the source lines with the most operations."""
+    sums: _Sums = {}
+    for one in products:
+        _add(sums, (one.product.source or "(unknown)",), one)
+    most = sorted(sums.items(), key=lambda item: -sum(item[1].values()))[:_MOST_LINES]
+    return _table("matrix products by line", [(f"  {line}", phases) for (line,), phases in most], products)
 
 
 def _by_loop(products: list[Scoped]) -> list[str]:
     """A table of loops, one in another by the product of their runs."""
-    total = sum(one.product.total_flops for one in products) or 1.0
-    first: dict[tuple[int | None, ...], str] = {}
+    sums: _Sums = {}
     for one in products:
-        first.setdefault(one.loops, one.product.source)
-    rows = [("matrix products by loop", "the first at", "operations", "share")]
-    for loops, flops in flops_by(products, lambda one: one.loops).items():
-        runs = " x ".join("?" if trips is None else str(trips) for trips in loops)
-        rows.append((f"  {runs or _NO_LOOP}", first[loops], _flops(flops), f"{flops / total:.0%}"))
-    return aligned(rows, right=(2, 3))
+        runs = " x ".join("?" if trips is None else str(trips) for trips in one.loops)
+        _add(sums, (runs or _NO_LOOP,), one)
+    rows = [(f"  {runs}", phases) for (runs,), phases in sums.items()]
+    return _table("matrix products by loop", rows, products)
+
+
+_Sums = dict[tuple[str, ...], dict[str, float]]
+"""Operations by phase, of each row of a table."""
+
+
+def _add(sums: _Sums, key: tuple[str, ...], one: Scoped) -> None:
+    phases = sums.setdefault(key, {})
+    phases[one.phase] = phases.get(one.phase, 0.0) + one.product.total_flops
+
+
+def _table(title: str, rows: Sequence[tuple[str, Mapping[str, float]]], products: list[Scoped]) -> list[str]:
+    """A row of operations by phase for each name."""
+    total = sum(one.product.total_flops for one in products) or 1.0
+    cells: list[tuple[str, ...]] = [(title, *PHASES, "all", "share")]
+    for name, phases in rows:
+        whole = sum(phases.values())
+        by_phase = [_flops(phases[phase]) if phase in phases else "-" for phase in PHASES]
+        cells.append((name, *by_phase, _flops(whole), f"{whole / total:.0%}"))
+    return aligned(cells, right=range(1, len(cells[0])))
 
 
 def _flops(number: float) -> str:

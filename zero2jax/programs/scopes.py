@@ -89,7 +89,8 @@ def _names(part: str) -> list[str]:
         part = found.group(1)
     if "/" in part:
         return [name for inner in _split(part) for name in _names(inner)]
-    return [part] if part and part not in _MACHINERY else []
+    is_formula = "->" in part  # of an einsum
+    return [part] if part and part not in _MACHINERY and not is_formula else []
 
 
 def _split(path: str) -> list[str]:
