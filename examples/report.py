@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 from matplotlib.figure import Figure
@@ -20,6 +21,22 @@ import zero2jax
 
 REST, STEP = "at rest", "during the step"
 LOGGED = ("loss", "grad_norm", "grad_norm_clipped", "learning_rate", "applied", "held_out_loss")
+
+
+class Trace:
+    """A trace of some steps in a folder, for TensorBoard's profile plugin, xprof or Perfetto; none without a folder."""
+
+    def __init__(self, folder: Path | None, first_step: int, num_steps: int = 3):
+        self._folder, self._first, self._last = folder, first_step, first_step + num_steps - 1
+
+    def before(self, step: int) -> None:
+        if self._folder is not None and step == self._first:
+            jax.profiler.start_trace(self._folder)
+
+    def after(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if self._folder is not None and step == self._last:
+            jax.block_until_ready(metrics)
+            jax.profiler.stop_trace()
 
 
 def read_history(path: Path, before_step: int) -> list[dict[str, Any]]:

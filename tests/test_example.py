@@ -282,3 +282,11 @@ def test_the_linen_loop_learns():
     assert done.returncode == 0, done.stderr
     losses = [float(line.split("held out ")[1].split()[0]) for line in done.stdout.splitlines()]
     assert losses[1] < losses[0] - 0.5
+
+
+def test_a_trace_holds_the_steps_asked_for(tmp_path):
+    trace, step = train.Trace(tmp_path, first_step=2, num_steps=2), jax.jit(lambda x: x + 1)
+    for i in range(1, 4):
+        trace.before(i)
+        trace.after(i, step(jnp.float32(i)))
+        assert bool(list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))) == (i == 3)

@@ -36,6 +36,9 @@ from zero2jax.activations.remat import layer, remat
 from zero2jax.programs.audit import Audit, assert_collectives, audit
 from zero2jax.programs.memory import MemoryReport, live_bytes
 
+# What watches a run
+from zero2jax.monitors.monitors import Monitors
+
 # Several processes
 from zero2jax.processes.agreement import expect_same
 from zero2jax.processes.preemption import PREEMPTED_EXIT_CODE, Preemption
@@ -110,6 +113,8 @@ __all__ = [
     "audit",
     "MemoryReport",
     "live_bytes",
+    # What watches a run
+    "Monitors",
     # Several processes
     "expect_same",
     "PREEMPTED_EXIT_CODE",

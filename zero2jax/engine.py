@@ -3,9 +3,9 @@
 The checks before tracing live here; `zero.step` holds the pure functions, and `zero.compiled` jits them.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from zero2jax.activations.layers import ActivationSettings, remat_layers
-from zero2jax.activations.profile import ActivationProfile, profile_loss
+from zero2jax.activations.profile import ActivationProfile, ProfileOnce, profile_loss
 from zero2jax.base import losses
 from zero2jax.base.batches import (
     abstract_batch,
@@ -33,6 +33,7 @@ from zero2jax.memory.arena import ArenaCompiled, checked_arena, delete_arena, in
 from zero2jax.memory.breakdown import StepMemory
 from zero2jax.memory.out_of_memory import explained
 from zero2jax.memory.step_options import step_options
+from zero2jax.monitors.observers import Observers
 from zero2jax.offload.between import from_host, to_host
 from zero2jax.offload.host_memory import check_hosts, memory_row
 from zero2jax.offload.host_mesh import host_mesh
@@ -53,7 +54,8 @@ from zero2jax.zero.compiled import Compiled, CompilerOptions
 from zero2jax.zero.loss_scale import ExhaustionWatch, LossScale
 from zero2jax.zero.placement import check_init_arguments, first_state, made_shapes
 from zero2jax.zero.precision import Precision
-from zero2jax.zero.settings import StepSettings, WithSettings
+from zero2jax.zero.running import running, settled
+from zero2jax.zero.settings import MAX_KEPT_SIZE, StepSettings, WithSettings
 from zero2jax.zero.state import Layout, TrainState, check_state
 from zero2jax.zero.step import Metrics
 
@@ -87,6 +89,10 @@ class Engine(WithSettings):
         loss if `init` is given a batch, else guessed from the tree.
       gather: "use" gathers parameters where they are used, "once" gathers them once per step (stage 2), "auto"
         takes "once" when a stage-2 step has several microbatches.
+      unused: "warn" of trainable parameters that the loss does not use, or raise an "error" before the first step.
+      max_kept_size: stage 3 keeps parameters of at most so many elements, outside of loops, from forward to backward
+        instead of gathering them again.
+      max_kept_total: elements of all of these, the first ones in the tree; None for any number.
       seed: seed of the keys that `loss_fn` gets; they differ per step, device and microbatch, not by stage.
       axis_name: mesh axis that state is sharded over.
       shard_over_replicas: on a mesh with an axis `replica`, shard the state at rest over that axis too, instead of
@@ -128,6 +134,9 @@ class Engine(WithSettings):
         param_specs: PyTree | None = None,
         layer_dims: PyTree | None = None,
         gather: str = "auto",
+        unused: str = "warn",
+        max_kept_size: int = MAX_KEPT_SIZE,
+        max_kept_total: int | None = None,
         seed: int = 0,
         axis_name: str = DATA_AXIS,
         shard_over_replicas: bool = False,
@@ -150,12 +159,16 @@ class Engine(WithSettings):
             skip_nonfinite=skip_nonfinite,
             loss_scale=LossScale.of(loss_scale),
             gather=gather,
+            unused=unused,
+            max_kept_size=max_kept_size,
+            max_kept_total=max_kept_total,
             seed=seed,
             axes=data_axes(mesh, axis_name, rest_over_replicas=shard_over_replicas),
         )
         self.num_shards = axis_size(mesh, self.axes.rest)
         self.num_batch_shards = axis_size(mesh, self.axes.batch)
         self.config: Mapping[str, Any] | None = None  # the configuration it was made from, for the record
+        self.observers: Observers | None = None  # who is told of each step
         self.activations = activations
         self.offload = offload
         self.arena = checked_arena(arena, offload)
@@ -177,7 +190,7 @@ class Engine(WithSettings):
         self._functions: Compiled | None = None
         self.overflow_watch = ExhaustionWatch(self.settings.loss_scale)
         self._memory = StepMemory() if memory_breakdown else None
-        self._profile: tuple[Compiled, ActivationProfile] | None = None
+        self._profile = ProfileOnce()
 
     @property
     def tx(self) -> optax.GradientTransformationExtraArgs:
@@ -290,7 +303,8 @@ class Engine(WithSettings):
 
         Raises:
           ValueError: the batch does not divide; the state has another structure or was donated; the loss is not a
-            scalar; at the first step, processes were given different loss functions or optimizers (named).
+            scalar, or leaves out parameters with `unused="error"`; at the first step, processes were given different
+            loss functions or optimizers (named).
           TypeError: the loss function takes other arguments.
           OutOfMemoryError: a device has no room; says who holds what, and the cheapest ways out.
           LossScaleError: two steps before, gradients overflowed at the minimum loss scale.
@@ -301,8 +315,11 @@ class Engine(WithSettings):
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         check_apart(state, {"the batch": batch, "loss_args": loss_args, "the extra arguments": extra_args})
         args = (state, *self._placed(batch, loss_args), extra_args)
-        wanted = self.activations is not None and self.activations.profile
-        profile = self._profiled(batch, loss_args) if wanted else None  # before the state is donated
+        seen = None if self.observers is None else self.observers.begin(state, batch, loss_args)
+        profile = None
+        if self.activations is not None and self.activations.profile:  # before the state is donated
+            measure = functools.partial(self.activation_profile, batch, loss_args=loss_args)
+            profile = self._profile.of(self._compiled, measure)
         compiled, traced = self._compiled, is_traced(args)
         with self._running(traced, state):
             if not traced:
@@ -320,6 +337,8 @@ class Engine(WithSettings):
             metrics |= self._memory.metrics()
         if profile is not None:
             metrics["activation_profile"] = profile.as_dict()
+        if seen is not None:
+            seen(state, metrics)
         return state, metrics
 
     def evaluate(
@@ -336,14 +355,14 @@ class Engine(WithSettings):
         evaluate = self._compiled.evaluate(loss_fn or self.loss_fn)
         args = (self._compiled.on_devices(state), *self._placed(batch, loss_args))
         with self._running(is_traced(args), state):
-            means = self._settled(evaluate(*args))
+            means = settled(evaluate(*args), self.mesh)
         return means.loss if means.aux is None else (means.loss, means.aux)
 
     def params(self, state: TrainState) -> PyTree:
         """Full parameters on every device, masters as stored, at their true shapes, gathered a layer at a time."""
         state = self._compiled.placed(state)
         with self._running(is_traced(state)):
-            return self._settled(self._compiled.params(state.params))
+            return settled(self._compiled.params(state.params), self.mesh)
 
     def offload_state(
         self, state: TrainState, include: Collection[str] = ("params", "opt_state")
@@ -398,28 +417,20 @@ class Engine(WithSettings):
         Raises:
           ValueError: the engine has no activation settings.
         """
-        check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
-        shapes = self._abstract(batch, loss_args)
-        trace = lambda loss: jax.eval_shape(self._blueprint.program(self.layout, loss).gradients, *shapes)
+        trace = functools.partial(self.trace_with, batch, loss_args)
         device = self.mesh.local_devices[0]
         return profile_loss(losses.normalized(self.loss_fn), self.activations, trace, device)
 
-    def _profiled(self, batch: PyTree, loss_args: LossArgs) -> ActivationProfile:
-        """The profile, measured and printed once."""
-        if self._profile is None or self._profile[0] is not self._compiled:
-            self._profile = self._compiled, self.activation_profile(batch, loss_args=loss_args)
-            if jax.process_index() == 0:
-                print(self._profile[1])
-        return self._profile[1]
-
-    @contextlib.contextmanager
-    def _running(self, traced: bool = False, state: TrainState | None = None) -> Iterator[None]:
-        """Around a program of ours: under the engine's mesh, if `jax.set_mesh` has set one, and errors explained."""
+    def _running(self, traced: bool = False, state: TrainState | None = None) -> AbstractContextManager[None]:
+        """Around a program of ours; see `running`, and `explained` for a device without room."""
         program = lambda: None if self._functions is None else self._blueprint.program(self.layout)
-        set_by_user = not (traced or jax.sharding.get_abstract_mesh().empty)
-        own = jax.set_mesh(self.mesh) if set_by_user else contextlib.nullcontext()
-        with explained(program, state), losses.noted_errors(self.axes.names), own:
-            yield
+        return running(self.mesh, self.axes.names, explained(program, state), traced)
+
+    def trace_with(self, batch: PyTree, loss_args: LossArgs, loss: losses.Loss) -> Any:
+        """Trace the gradients of a batch of these shapes with a loss in the place of the engine's; their shapes."""
+        check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
+        gradients = self._blueprint.program(self.layout, loss).gradients
+        return jax.eval_shape(gradients, *self._abstract(batch, loss_args))
 
     def _placed(self, batch: PyTree, loss_args: LossArgs) -> tuple[PyTree, dict[str, PyTree]]:
         return place_batch(batch, self.mesh, self.axes.batch), place_loss_args(loss_args, self.mesh)
@@ -428,12 +439,6 @@ class Engine(WithSettings):
         """The shapes of what the devices take in a step, with shardings."""
         placed = abstract_batch(batch, self.mesh, self.axes.batch), abstract_loss_args(loss_args, self.mesh)
         return self._compiled.abstract_on_devices(), *placed
-
-    def _settled(self, result: Any) -> Any:
-        """`result`, waited for on simulated devices, where programs that run at the same time may each hold threads
-        that the other's collectives wait for."""
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        return jax.block_until_ready(result) if on_cpu and not is_traced(result) else result
 
     def _check_host_memory(self) -> None:
         """Refuse to offload what the hosts have no room for, in all processes alike."""

@@ -143,35 +143,6 @@ def test_an_absent_gradient_clipping_is_said_once():
         start(None)  # nothing was brought along from DeepSpeed
 
 
-OBSERVERS = {
-    "tensorboard": {"enabled": True, "output_path": "x"},
-    "csv_monitor": {"enabled": True},
-    "wandb": {"enabled": True},
-    "flops_profiler": {"enabled": True, "profile_step": 3},
-    "wall_clock_breakdown": True,
-    "dump_state": True,
-    "steps_per_print": 10,
-    "comet": {"enabled": True},
-    "comms_logger": {"enabled": True},
-}
-
-
-def test_what_only_observes_does_not_stop_a_run():
-    config = {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.0, **OBSERVERS}
-    with pytest.warns(zero2jax.ConfigWarning) as caught:
-        params, _ = first_step(config, optax.sgd(0.1))
-    np.testing.assert_allclose(params, 0.5 - 0.1 * gradient(), rtol=1e-6)
-    no_effect, not_there = sorted((str(w.message) for w in caught), key=lambda text: "not there" in text)
-    assert all(name in no_effect for name in ("steps_per_print", "comet", "comms_logger"))
-    for name, value in OBSERVERS.items():
-        if name not in ("steps_per_print", "comet", "comms_logger"):
-            assert (
-                f"{name}.enabled = true" in not_there
-                if isinstance(value, dict)
-                else f"{name} = true" in not_there
-            )
-
-
 @pytest.mark.parametrize(
     ("keys", "axes", "words"),
     [

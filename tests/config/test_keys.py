@@ -26,6 +26,16 @@ FROZEN = {
         activation_checkpointing.policy
         memory.preallocate memory.fraction memory.allocator memory.collective_memory_mb memory.arena
         xla_preset memory_breakdown
+        zero_optimization.ignore_unused_parameters
+        zero_optimization.stage3_param_persistence_threshold
+        zero_optimization.stage3_model_persistence_threshold
+        flops_profiler.enabled flops_profiler.profile_step flops_profiler.module_depth
+        flops_profiler.top_modules flops_profiler.detailed flops_profiler.output_file
+        dump_state comms_logger steps_per_print wall_clock_breakdown timers.throughput.enabled
+        tensorboard.enabled tensorboard.output_path tensorboard.job_name
+        csv_monitor.enabled csv_monitor.output_path csv_monitor.job_name wandb.enabled wandb.group
+        wandb.team wandb.project comet.enabled comet.samples_log_interval comet.project comet.workspace
+        comet.api_key comet.experiment_name comet.experiment_key comet.online comet.mode
     """,
     Treatment.NO_EFFECT: """
         zero_optimization.contiguous_gradients zero_optimization.reduce_scatter
@@ -33,8 +43,6 @@ FROZEN = {
         zero_optimization.load_from_fp32_weights zero_optimization.elastic_checkpoint
         zero_optimization.round_robin_gradients zero_optimization.sub_group_size
         zero_optimization.stage3_prefetch_bucket_size
-        zero_optimization.stage3_param_persistence_threshold
-        zero_optimization.stage3_model_persistence_threshold
         zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
         zero_optimization.stage3_gather_16bit_weights_on_model_save
         zero_optimization.stage3_module_granularity_threshold
@@ -50,10 +58,10 @@ FROZEN = {
         zero_force_ds_cpu_optimizer fp16.auto_cast bf16.immediate_grad_update data_types.buffer_dtype
         prescale_gradients gradient_predivide_factor seq_parallel_communication_data_type
         sparse_gradients disable_allgather graph_harvesting
-        steps_per_print log_level dataloader_drop_last vocabulary_size timers.throughput.enabled
+        flops_profiler.recompute_fwd_factor log_level dataloader_drop_last vocabulary_size
         timers.throughput.synchronized checkpoint.tag_validation checkpoint.load_universal
         checkpoint.use_node_local_storage checkpoint.parallel_write.pipeline_stage
-        checkpoint.checkpoint_serialization checkpoint.writer comet comms_logger aio compile
+        checkpoint.checkpoint_serialization checkpoint.writer aio compile
         data_parallel_size nebula datastates_ckpt autotuning pipeline
     """,
     Treatment.NOT_YET: """
@@ -65,18 +73,11 @@ FROZEN = {
         zero_optimization.offload_param.device zero_optimization.offload_param.nvme_path
         zero_optimization.offload_param.buffer_count zero_optimization.offload_param.buffer_size
         zero_optimization.offload_param.max_in_cpu zero_optimization.offload_param.pin_memory
-        zero_optimization.ignore_unused_parameters
+    """,
+    Treatment.REFUSED: """
         zero_optimization.zero_quantized_weights
         zero_optimization.zero_quantized_nontrainable_weights
         zero_optimization.zero_quantized_gradients zero_optimization.zeropp_loco_param
-        wall_clock_breakdown dump_state
-        flops_profiler.enabled flops_profiler.recompute_fwd_factor flops_profiler.profile_step
-        flops_profiler.module_depth flops_profiler.top_modules flops_profiler.detailed
-        flops_profiler.output_file tensorboard.enabled tensorboard.output_path tensorboard.job_name
-        csv_monitor.enabled csv_monitor.output_path csv_monitor.job_name wandb.enabled wandb.group
-        wandb.team wandb.project
-    """,
-    Treatment.REFUSED: """
         managed_gradient_accumulation zero_optimization.legacy_stage1 zero_optimization.zenflow
         optimizer.params.amsgrad optimizer.params.dampening optimizer.params.lr_decay
         optimizer.params.initial_accumulator_value sequence_parallel_size expert_parallel

@@ -23,7 +23,12 @@ RAW = {
     "gradient_allreduce_op": "sum",
     "data_types": {"grad_accum_dtype": "bf16"},
     "bf16": {"enabled": True, "check_grad_overflow": True},
-    "zero_optimization": {"stage": 2},
+    "zero_optimization": {
+        "stage": 2,
+        "ignore_unused_parameters": False,
+        "stage3_param_persistence_threshold": 1e4,
+        "stage3_model_persistence_threshold": 1e6,
+    },
     "activation_checkpointing": {"number_checkpoints": 3, "policy": "dots"},
 }
 STEP = StepSettings(
@@ -35,6 +40,9 @@ STEP = StepSettings(
     reduction="sum",
     skip_nonfinite=True,
     gather="use",
+    unused="error",
+    max_kept_size=10_000,
+    max_kept_total=1_000_000,
     seed=7,
 )
 ACTIVATIONS = ActivationSettings(policy="dots", num_checkpoints=3)
@@ -87,6 +95,9 @@ def test_whatever_a_step_has_the_engine_takes():
         "reduction": "mean",
         "skip_nonfinite": False,
         "loss_scale": None,
+        "unused": "warn",
+        "max_kept_size": 100_000,
+        "max_kept_total": None,
         "gather": "auto",
         "seed": 0,
         "shard_over_replicas": False,

@@ -17,7 +17,6 @@ from plan_program import __file__ as program_file
 import zero2jax
 from zero2jax.cli.main import main
 from zero2jax.planning.targets import TARGETS
-from zero2jax.zero import point_of_use
 
 
 def make_plan(config=FP32, target="cpu", num_examples=16, **options):
@@ -140,12 +139,10 @@ def used_twice(penalty):
     ("stage", "penalty", "named"),
     [(3, None, None), (3, False, "embed"), (3, True, "embed, layers"), (2, False, None), (2, True, None)],
 )
-def test_a_parameter_that_stage_3_reduces_at_every_use_is_named(
-    stage, penalty, named, num_microbatches, monkeypatch
-):
-    monkeypatch.setattr(point_of_use, "_SMALL", 0)  # small parameters are reduced once
+def test_a_parameter_that_stage_3_reduces_at_every_use_is_named(stage, penalty, named, num_microbatches):
     config = {
-        "zero_optimization": {"stage": stage},
+        # small parameters are reduced once
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "train_batch_size": 16,
         "gradient_accumulation_steps": num_microbatches,
     }

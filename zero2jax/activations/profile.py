@@ -91,6 +91,21 @@ class ActivationProfile:
     __str__ = table
 
 
+class ProfileOnce:
+    """The profile of a step, measured once for each program, and printed by the first process."""
+
+    def __init__(self) -> None:
+        self._latest: tuple[Any, ActivationProfile] | None = None
+
+    def of(self, program: Any, measure: Callable[[], ActivationProfile]) -> ActivationProfile:
+        """The profile of a program, which is known by the object that it is."""
+        if self._latest is None or self._latest[0] is not program:
+            self._latest = program, measure()
+            if jax.process_index() == 0:
+                print(self._latest[1])
+        return self._latest[1]
+
+
 def profile_loss(
     loss: Callable[..., Any],
     settings: ActivationSettings | None,

@@ -8,9 +8,11 @@ The files, in reading order:
   losses          what a loss function returns, and its exact mean over devices and microbatches
   transformation  what is asked of an optax transformation
   jaxprs          everything that knows the insides of a jaxpr
+  peaks           operations per second that accelerators can do
   tables          aligned text, readable bytes
   names           near names, for messages
   checks          what a caller passed in, for messages
+  notices         warnings that point at the user's line
   versions        installed versions
 
 Imports no other room.

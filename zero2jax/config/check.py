@@ -12,14 +12,13 @@ import jax.numpy as jnp
 
 from zero2jax.activations.layers import ActivationSettings
 from zero2jax.base.mesh import MODEL_AXIS
-from zero2jax.config.keys import KEYS, Treatment, key_of
+from zero2jax.config.keys import KEYS, SECRETS, Treatment, key_of
 from zero2jax.config.reading import Source, read
 from zero2jax.config.rules import (
     device_notes,
     device_problems,
     key_values,
-    needed_but_not_yet,
-    observers,
+    not_yet,
     open_rates,
 )
 from zero2jax.config.schema import FP16, ActivationCheckpointing, Config, Memory
@@ -134,7 +133,7 @@ def _report(config: Config, found: Report, num_devices: int | None, every_key: b
         effective={} if errors else _effective(settings, num_devices),
         keys=tuple(row for row in _rows(config) if (every_key or row.given) and found.sound(row.key)),
         notes=tuple(notes),
-        not_yet=tuple(needed_but_not_yet(config)),
+        not_yet=tuple(not_yet(config)),
         errors=tuple(errors),
         refused=(*found.refused, *refused),
         to_fill=(*found.open, *open_rates(config)),
@@ -174,9 +173,6 @@ def _notes(config: Config) -> Iterator[str]:
     """What is worth saying beside the notes of reading."""
     for path in config.unused:
         yield f"override {path}: the file has no such key, so it fills nothing."
-    idle = observers(config)
-    if idle:
-        yield f"not there yet, and the run goes on without: {'; '.join(idle)}."
     if config.tensor_parallel > 1:
         size = config.tensor_parallel
         yield f"tensor_parallel = {size}: initialize needs a mesh whose axis {MODEL_AXIS!r} has this size."
@@ -187,6 +183,7 @@ def _rows(config: Config) -> Iterator[Row]:
     kind = None if config.optimizer is None else config.optimizer.type
     for path, value, _ in key_values(config):
         key = key_of(path, kind)
+        value = "(hidden)" if path in SECRETS and value is not None else value
         yield Row(path, value, path in given, path in config.auto, key.treatment, key.becomes)
     for path, value in _leaves(config.source):
         old = "bfloat16" if path.startswith("bfloat16.") else path

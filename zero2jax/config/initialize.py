@@ -13,17 +13,19 @@ from zero2jax.activations.layers import ActivationSettings
 from zero2jax.base.losses import LossFn
 from zero2jax.base.mesh import DATA_AXIS, MODEL_AXIS, REPLICA_AXIS, DataAxes, axis_size, data_axes, make_mesh
 from zero2jax.base.pytrees import LeafPredicate, PyTree
+from zero2jax.config.keys import SECRETS
+from zero2jax.config.observing import observers_of
 from zero2jax.config.optimizers import make_optimizer
 from zero2jax.config.reading import DEFAULT_CONFIG, Source, load_config
 from zero2jax.config.rules import (
     device_notes,
     device_problems,
     group_size,
-    needed_but_not_yet,
-    observers,
+    not_yet,
     open_rates,
 )
 from zero2jax.config.schema import Config
+from zero2jax.config.source import without
 from zero2jax.config.translate import EngineSettings, translate
 from zero2jax.config.values import ConfigError, warn
 from zero2jax.engine import Engine
@@ -108,14 +110,15 @@ def initialize(
         arena=loaded.memory.arena,
         memory_breakdown=loaded.memory_breakdown,
     )
-    engine.config = dict(loaded.source)
+    engine.config = without(loaded.source, SECRETS)
+    engine.observers = observers_of(loaded, engine)
     return engine
 
 
 def _load(source: Source | None) -> Config:
     """The configuration, the default one for None; refuses what the engine does not have yet."""
     config = load_config(DEFAULT_CONFIG if source is None else source)
-    missing = needed_but_not_yet(config)
+    missing = not_yet(config)
     if missing:
         raise ConfigError(
             f"cannot train by {config.name}: the engine does not have this yet. Switch it off (bf16 does without a "
@@ -127,9 +130,6 @@ def _load(source: Source | None) -> Config:
             f"{config.name}: gradient_clipping is absent, so nothing is clipped; DeepSpeed since 0.19.3 clips at 1.0 "
             f"then. Write 1.0 or 0.0."
         )
-    idle = observers(config)
-    if idle:
-        warn(f"{config.name}: not there yet, and the run goes on without: {'; '.join(idle)}.")
     return config
 
 

@@ -1,9 +1,8 @@
 """What becomes of every DeepSpeed key: the one table that `zero2jax check` prints and a test freezes.
 
 IMPLEMENTED does what DeepSpeed's key does; NO_EFFECT is read, checked and then pointless here, for the reason
-given; NOT_YET is carried as a typed field and refused by `initialize` when switched on, but for what only observes
-(`OBSERVING`), of which it warns; CONVERTED is an old spelling; REFUSED is an error as soon as it asks for anything but
-its default.
+given; NOT_YET is carried as a typed field and refused by `initialize` when switched on; CONVERTED is an old spelling;
+REFUSED is an error as soon as it asks for anything but its default.
 A key that only ever accompanies a switch (`enabled`, `device`) shares the fate of the switch.
 """
 
@@ -40,8 +39,11 @@ _DIVISION = "without reduce-scatter the mean is the same, only the order of the 
 _TORCH = "chooses between torch implementations of the same update"
 _WITH_OFFLOAD = "with the offload device"
 _WITH_NVME = "with the offload device nvme"
-_WITH_MONITOR = "with this monitor"
 _CHECKPOINT = "the step writes no checkpoint"
+_QUANTIZED = (
+    "quantised collectives change the numbers, and XLA has no quantised reduction; use zero_hpz_partition_size or "
+    "mics_shard_size with the devices of a host, or stage 2, which moves a third less than stage 3"
+)
 _OTHER = "changes the training itself and has no counterpart"
 
 _IMPLEMENTED = {
@@ -72,6 +74,38 @@ _IMPLEMENTED = {
             "data_types.param_dtype": "must agree with fp16 and bf16",
             "memory_breakdown": "bytes in use and their peak in the metrics of each step",
             "xla_preset": "not DeepSpeed's: XLA's options of the step, latency, memory or deterministic",
+            "steps_per_print": "a line every so many steps: loss, learning rate, gradient norm, throughput",
+            "timers.throughput.enabled": "whether samples and tokens per second are in that line",
+            "wall_clock_breakdown": "a line of times, of the devices and of the loop, and the same to the monitors",
+            "dump_state": "configuration, settings and shard plan, printed before the first step",
+            "comms_logger": "counts and bytes of the step's collectives, printed before the first step",
+            "flops_profiler.enabled": "a report of one step: operations by scope, phase and loop, bytes, time",
+            "flops_profiler.profile_step": "steps before the one that is profiled",
+            "flops_profiler.module_depth": "how deep named scopes are broken up; -1 as deep as they are",
+            "flops_profiler.top_modules": "scopes that are named for each depth",
+            "flops_profiler.detailed": "a line for each scope, loop and collective",
+            "flops_profiler.output_file": "path of the report; null prints it",
+            "tensorboard.enabled": "metrics of each step in an event file, by tensorboardX; see zero2jax.Monitors",
+            "csv_monitor.enabled": "metrics of each step in a CSV file per metric; see zero2jax.Monitors",
+            **{
+                f"{name}.{key}": becomes
+                for name in ("tensorboard", "csv_monitor")
+                for key, becomes in (
+                    ("output_path", "parent of the folder"),
+                    ("job_name", "name of the folder"),
+                )
+            },
+            "wandb.enabled": "metrics of each step to Weights & Biases; see zero2jax.Monitors",
+            "wandb.group": "group of `wandb.init`",
+            "wandb.team": "entity of `wandb.init`",
+            "wandb.project": "project of `wandb.init`",
+            "comet.enabled": "metrics to Comet; see zero2jax.Monitors",
+            "comet.samples_log_interval": "examples between two writes",
+            "comet.experiment_name": "name of the experiment",
+            **{
+                f"comet.{name}": f"{name} of `comet_ml.start`"
+                for name in ("project", "workspace", "api_key", "experiment_key", "online", "mode")
+            },
             "tensor_parallel": "autotp_size: size of the axis `model` that the mesh must have; see param_specs",
         },
     ),
@@ -81,6 +115,10 @@ _IMPLEMENTED = {
             "stage": "0 replicated, 1 optimizer state, 2 + gradients, 3 + parameters in shards",
             "reduce_bucket_size": "reduce-scatter combine threshold on GPUs: elements x dtype bytes",
             "allgather_bucket_size": "all-gather combine threshold on GPUs: elements x dtype bytes",
+            "ignore_unused_parameters": "false: parameters without gradient are an error before the first step",
+            "stage3_param_persistence_threshold": "elements up to which a parameter, outside of loops, is not gathered "
+            "again for backward",
+            "stage3_model_persistence_threshold": "elements of all of these, the first ones in the tree",
             "overlap_comm": "latency-hiding scheduler of the step on GPUs",
             "mics_shard_size": "size of the data axis; each group of so many devices holds the state",
             "zero_hpz_partition_size": "size of the data axis; the state is stored sharded over all groups",
@@ -182,8 +220,6 @@ _NO_EFFECT = {
             "round_robin_gradients": "every gradient is split over all devices",
             "sub_group_size": _COMPILER,
             "stage3_prefetch_bucket_size": _STAGE3,
-            "stage3_param_persistence_threshold": "small leaves stay replicated by the plan's own rule for now",
-            "stage3_model_persistence_threshold": _STAGE3,
             "stage3_max_live_parameters": _STAGE3,
             "stage3_max_reuse_distance": _STAGE3,
             "stage3_gather_16bit_weights_on_model_save": "engine.params(state) gives full parameters",
@@ -231,20 +267,17 @@ _NO_EFFECT = {
             "sparse_gradients": "gradients are dense",
             "disable_allgather": "parameters are always all-gathered",
             "graph_harvesting": "a step is one compiled program",
-            "steps_per_print": "step returns its metrics, the loop prints them",
             "log_level": "logging belongs to the program",
             "dataloader_drop_last": "the loop brings its own batches",
             "vocabulary_size": "DeepSpeed only warns with it",
-            "timers.throughput.enabled": "the loop times its own steps",
-            "timers.throughput.synchronized": "the loop times its own steps",
+            "flops_profiler.recompute_fwd_factor": "what is recomputed is counted in the compiled program",
+            "timers.throughput.synchronized": "a step is timed when it is done, and nothing waits for it",
             "checkpoint.tag_validation": _CHECKPOINT,
             "checkpoint.load_universal": _CHECKPOINT,
             "checkpoint.use_node_local_storage": _CHECKPOINT,
             "checkpoint.parallel_write.pipeline_stage": _CHECKPOINT,
             "checkpoint.checkpoint_serialization": _CHECKPOINT,
             "checkpoint.writer": _CHECKPOINT,
-            "comet": "the loop logs the metrics that step returns",
-            "comms_logger": "a profiler trace shows the collectives",
             "aio": "settings of DeepSpeed's NVMe library",
             "compile": "a step is one compiled program",
             "data_parallel_size": "DeepSpeed reads it beside sequence_parallel_size only",
@@ -280,50 +313,6 @@ _NOT_YET = {
         },
         "zero_optimization.offload_param.",
     ),
-    **_table(
-        Treatment.NOT_YET,
-        {
-            "ignore_unused_parameters": "an error for a parameter without gradient",
-            "zero_quantized_weights": "all-gather of quantised weights",
-            "zero_quantized_nontrainable_weights": "all-gather of quantised frozen weights",
-            "zero_quantized_gradients": "quantised gradient reduction",
-            "zeropp_loco_param": "error feedback for quantised gradients",
-        },
-        "zero_optimization.",
-    ),
-    **_table(
-        Treatment.NOT_YET,
-        {
-            "wall_clock_breakdown": "time of each phase",
-            "dump_state": "print of the state at the start",
-        },
-    ),
-    **_table(
-        Treatment.NOT_YET,
-        {
-            "flops_profiler.enabled": "one profiled step",
-            **{
-                f"flops_profiler.{name}": "with the profiler"
-                for name in (
-                    "recompute_fwd_factor",
-                    "profile_step",
-                    "module_depth",
-                    "top_modules",
-                    "detailed",
-                    "output_file",
-                )
-            },
-            "tensorboard.enabled": "metrics to TensorBoard",
-            "csv_monitor.enabled": "metrics to CSV files",
-            "wandb.enabled": "metrics to Weights & Biases",
-            **{
-                f"{name}.{key}": _WITH_MONITOR
-                for name in ("tensorboard", "csv_monitor")
-                for key in ("output_path", "job_name")
-            },
-            **{f"wandb.{key}": _WITH_MONITOR for key in ("group", "team", "project")},
-        },
-    ),
 }
 
 _REFUSED = _table(
@@ -331,6 +320,15 @@ _REFUSED = _table(
     {
         "managed_gradient_accumulation": "engine.step takes the full batch and updates once; leave it true",
         "zero_optimization.legacy_stage1": "DeepSpeed removed it as well; use stage 1",
+        **{
+            f"zero_optimization.{name}": _QUANTIZED
+            for name in (
+                "zero_quantized_weights",
+                "zero_quantized_nontrainable_weights",
+                "zero_quantized_gradients",
+                "zeropp_loco_param",
+            )
+        },
         "zero_optimization.zenflow": "stale, partial updates from the host have no counterpart",
         "optimizer.params.amsgrad": "DeepSpeed's kernels refuse it as well; pass an optax tx",
         "optimizer.params.dampening": "SGD's momentum takes the full gradient; pass an optax tx",
@@ -375,17 +373,8 @@ _CONVERTED = _table(
     },
 )
 
-OBSERVING = frozenset(
-    {
-        "wall_clock_breakdown",
-        "dump_state",
-        "flops_profiler.enabled",
-        "tensorboard.enabled",
-        "csv_monitor.enabled",
-        "wandb.enabled",
-    }
-)
-"""Switches that are not there yet and change no number: `initialize` warns of them and goes on."""
+SECRETS = frozenset({"comet.api_key"})
+"""Keys whose values are neither printed nor recorded."""
 
 IGNORED_BY_TYPE: dict[tuple[str, str], Key] = {
     ("adamw", "optimizer.params.adam_w_mode"): Key(

@@ -7,19 +7,13 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from zero2jax.config.keys import KEYS, OBSERVING, Treatment, key_of
+from zero2jax.config.keys import KEYS, Treatment, key_of
 from zero2jax.config.params import SGDParams, WarmupCosineLRParams, WarmupDecayLRParams, WarmupLRParams
 from zero2jax.config.schema import Config
 from zero2jax.config.values import Report, shown
 
 _SWITCHES = ("enabled", "device")
-_SWITCHED = (
-    "flops_profiler",
-    "tensorboard",
-    "csv_monitor",
-    "wandb",
-    "zero_optimization.offload_param",
-)
+_SWITCHED = ("zero_optimization.offload_param",)
 """Blocks whose other keys only accompany their switch."""
 
 
@@ -213,23 +207,13 @@ def not_yet(config: Config) -> list[str]:
     """What this configuration asks for and the engine cannot do yet, a line per key path.
 
     >>> from zero2jax.config.reading import load_config
-    >>> not_yet(load_config({"train_batch_size": 8, "dump_state": True}))
-    ['dump_state = true: print of the state at the start']
+    >>> not_yet(load_config({"train_batch_size": 8}))
+    []
     """
-    return [line for _, line in _not_yet(config)]
+    return list(_not_yet(config))
 
 
-def needed_but_not_yet(config: Config) -> list[str]:
-    """Those of `not_yet` that change the numbers: without them the configuration does not train."""
-    return [line for path, line in _not_yet(config) if path not in OBSERVING]
-
-
-def observers(config: Config) -> list[str]:
-    """Those of `not_yet` that only observe: without them it trains all the same."""
-    return [line for path, line in _not_yet(config) if path in OBSERVING]
-
-
-def _not_yet(config: Config) -> Iterator[tuple[str, str]]:
+def _not_yet(config: Config) -> Iterator[str]:
     for path, value, default in key_values(config):
         block, _, name = path.rpartition(".")
         if KEYS[path].treatment is not Treatment.NOT_YET or (block in _SWITCHED and name not in _SWITCHES):
@@ -242,10 +226,10 @@ def _not_yet(config: Config) -> Iterator[tuple[str, str]]:
         elif block == "zero_optimization.offload_param":
             asked = value != default and config.zero_optimization.stage == 3
         if asked:
-            yield path, f"{path} = {shown(value)}: {KEYS[path].becomes}"
+            yield f"{path} = {shown(value)}: {KEYS[path].becomes}"
     if offload_device(config) == "nvme":
         path = "zero_optimization.offload_optimizer.device"
-        yield path, f"{path} = 'nvme': optimizer state on local disks"
+        yield f"{path} = 'nvme': optimizer state on local disks"
 
 
 def offload_device(config: Config) -> str:

@@ -16,11 +16,12 @@ from zero2jax.config.params import OptimizerParams, SchedulerParams
 from zero2jax.config.values import (
     ConfigError,
     any_part_enabled,
-    anything,
     asked_for,
     boolean,
     choice,
     integer,
+    interval,
+    norm,
     not_empty,
     number,
     optional,
@@ -226,6 +227,21 @@ class WandbMonitor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CometMonitor:
+    """`comet`."""
+
+    enabled: bool = setting(False, boolean())
+    samples_log_interval: int = setting(100, integer(1))
+    project: str | None = setting(None, optional(text()))
+    workspace: str | None = setting(None, optional(text()))
+    api_key: str | None = setting(None, optional(text()))
+    experiment_name: str | None = setting(None, optional(text()))
+    experiment_key: str | None = setting(None, optional(text()))
+    online: bool | None = setting(None, optional(boolean()))
+    mode: str | None = setting(None, optional(text()))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Throughput:
     """`timers.throughput`."""
 
@@ -299,7 +315,7 @@ class Config:
     fp16: FP16 = field(default_factory=FP16, metadata=block(FP16))
     bf16: BF16 = field(default_factory=BF16, metadata=block(BF16, aliases=("bfloat16",)))
     data_types: DataTypes = field(default_factory=DataTypes, metadata=block(DataTypes))
-    gradient_clipping: float = setting(0.0, number(0.0))
+    gradient_clipping: float = setting(0.0, norm())
     prescale_gradients: bool = setting(False, boolean())
     gradient_predivide_factor: float = setting(1.0, number(above=0))
     gradient_allreduce_op: str = setting("mean", choice("mean", "sum"))
@@ -311,7 +327,7 @@ class Config:
     activation_checkpointing: ActivationCheckpointing = field(
         default_factory=ActivationCheckpointing, metadata=block(ActivationCheckpointing)
     )
-    steps_per_print: Any = setting(None, anything())  # noqa: RUF009
+    steps_per_print: int = setting(0, interval())
     wall_clock_breakdown: bool = setting(False, boolean())
     memory_breakdown: bool = setting(False, boolean())
     dump_state: bool = setting(False, boolean())
@@ -326,7 +342,7 @@ class Config:
     wandb: WandbMonitor = field(default_factory=WandbMonitor, metadata=block(WandbMonitor))
     timers: Timers = field(default_factory=Timers, metadata=block(Timers))
     checkpoint: Checkpoint = field(default_factory=Checkpoint, metadata=block(Checkpoint))
-    comet: bool = setting(False, asked_for())
+    comet: CometMonitor = field(default_factory=CometMonitor, metadata=block(CometMonitor))
     comms_logger: bool = setting(False, asked_for())
     aio: bool = setting(False, asked_for())
     compile: bool = setting(False, asked_for())

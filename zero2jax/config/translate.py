@@ -5,6 +5,7 @@ engine cannot do yet is translated, too; `rules.not_yet` names it, and `initiali
 """
 
 import dataclasses
+import sys
 from typing import Any
 
 import jax
@@ -96,6 +97,7 @@ def translate(
     if zero.zero_hpz_partition_size > 1 and axes.replica is not None and zero.stage > 0:
         axes = dataclasses.replace(axes, rest_over_replicas=True)
     batch_size, num_microbatches = batch_of(config, num_batch_shards, shards_from)
+    most = zero.stage3_model_persistence_threshold
     reduced, accumulated = config.communication_data_type, config.data_types.grad_accum_dtype
     masters = _masters(config)
     step = StepSettings(
@@ -117,6 +119,9 @@ def translate(
         skip_nonfinite=config.bf16.enabled and config.bf16.check_grad_overflow,
         loss_scale=_loss_scale(config.fp16),
         gather=gather,
+        unused="warn" if zero.ignore_unused_parameters else "error",
+        max_kept_size=zero.stage3_param_persistence_threshold,
+        max_kept_total=None if most == sys.maxsize else most,
         seed=seed,
         axes=axes,
     )

@@ -48,6 +48,7 @@ The files, in reading order. The first five are the idea:
     blueprint     what an engine is told of the layout and the step, and both from shapes
     schedule      options of the compiler that hide communication
     compiled      the step, evaluations and full parameters of one layout, jitted; donation
+    running       the mesh and the errors around a program; simulated devices share threads
     layer_dims    which leading dims are layers: read from the loss, or guessed
     precision, settings, gradient_settings   dtypes; everything that is fixed about a step
     shard_optimizer       the other way in: an optax wrapper for a step of your own

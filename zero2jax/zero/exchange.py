@@ -42,6 +42,7 @@ class Use:
       layer_dims: leading dims that `by_layer` loops over.
       prescale: factor of the gradient before it is summed.
       in_order: add in fp32, in a fixed order, what travels in `grad_dtype`.
+      max_kept: elements up to which it, or a part of it, is kept from forward to backward at stage 3.
       gathered: the source is full already, and only gradients are still to be reduced.
     """
 
@@ -56,6 +57,7 @@ class Use:
     layer_dims: int = 0
     prescale: float = 1.0
     in_order: bool = False
+    max_kept: int = 0
     gathered: bool = False
 
     @property

@@ -1,6 +1,7 @@
 """What is fixed about the gradients of a step: which leaves have one, how each is exchanged, and in which dtypes."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -75,8 +76,25 @@ class GradientSettings:
             use_of_leaf(leaf, self.compute_dtype(i), self.precision.reduce(leaf), self.axis_name)
             for i, leaf in enumerate(self.plan.leaves)
         ]
-        in_order = self.precision.fp32_sum
-        return [dataclasses.replace(use, prescale=prescale, in_order=in_order) for use in uses]
+        in_order, kept = self.precision.fp32_sum, self._max_kept
+        return [
+            dataclasses.replace(use, prescale=prescale, in_order=in_order, max_kept=most)
+            for use, most in zip(uses, kept, strict=True)
+        ]
+
+    @property
+    def _max_kept(self) -> list[int]:
+        """Per leaf, elements up to which stage 3 keeps it: none, once all that is kept would be more than the total."""
+        most, left = self.step.max_kept_size, self.step.max_kept_total
+        if left is None:
+            return [most] * len(self.plan.leaves)
+        result = []
+        for leaf in self.plan.leaves:
+            size = math.prod(leaf.shape)
+            is_kept = math.prod(leaf.shape[leaf.layer_dims :]) <= most and size <= left
+            left -= size if is_kept else 0
+            result.append(most if is_kept else 0)
+        return result
 
     def mean_weight(self, terms: WeightedSum) -> jax.Array:
         """The mean over the devices of a slice's weight. Per-device code."""

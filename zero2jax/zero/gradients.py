@@ -29,7 +29,7 @@ from zero2jax.zero.exchange import Use, by_layer, gather, reduce_grad
 from zero2jax.zero.gradient_settings import GradientSettings
 from zero2jax.zero.microbatches import Gradient, over_microbatches
 from zero2jax.zero.point_of_use import Standin, evaluate
-from zero2jax.zero.tracing import trace_loss, warn_of_unused_leaves, warn_of_wide_products
+from zero2jax.zero.tracing import tell_of_unused_leaves, trace_loss, warn_of_wide_products
 
 
 def local_gradients(
@@ -148,7 +148,8 @@ def _evaluated(
     jaxpr, out = trace_loss(fun, settings.compute_shapes, batch, rng)
     if trains:  # what is to be said is said once, by the step
         warn_of_wide_products(jaxpr, settings.precision.compute_dtype)
-        warn_of_unused_leaves(jaxpr, {i: settings.plan.leaves[i].path for i in settings.trained})
+        paths = {i: settings.plan.leaves[i].path for i in settings.trained}
+        tell_of_unused_leaves(jaxpr, paths, refuse=settings.step.unused == "error")
     flat = evaluate(jaxpr, [*params, *jax.tree.leaves((batch, rng))], regather=regather)
     return jax.tree.unflatten(jax.tree.structure(out), flat)
 

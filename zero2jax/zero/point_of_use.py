@@ -58,10 +58,6 @@ _LINEAR |= {"reduce_sum", "rev", "select_n", "sub"}
 # Operands of these that backward does read: a predicate, indices.
 _READ_BY_BACKWARD = {"select_n": slice(0, 1), "gather": slice(1, None), "dynamic_slice": slice(1, None)}
 
-# Outside of loops a parameter with at most this many elements is kept for the backward pass: gathering it again
-# costs more than it holds (DeepSpeed's default of `stage3_param_persistence_threshold`).
-_SMALL = 100_000
-
 Arrays = tuple[Any, jax.Array | None]
 
 
@@ -129,7 +125,7 @@ class Scope:
 
     def keeps(self, x: Standin) -> bool:
         """Whether this parameter stays, since all do or it is small."""
-        return self.holds or (not self.in_loop and x.size <= _SMALL)
+        return self.holds or (not self.in_loop and x.size <= x.use.max_kept)
 
     def inner(self, **changes: Any) -> "Scope":
         """The scope of a body in this one, in which nothing has been gathered."""
