@@ -30,10 +30,8 @@ from zero2jax.base.mesh import DATA_AXIS, DataAxes, axis_size, data_axes, make_m
 from zero2jax.base.pytrees import LeafPredicate, PyTree, check_alive, is_function, is_traced, shapes_of
 from zero2jax.base.transformation import checked_transformation
 from zero2jax.offload.between import from_host, to_host
-from zero2jax.offload.host_memory import check_hosts, memory_row
+from zero2jax.offload.functions import functions_of, offloaded_layout
 from zero2jax.offload.host_mesh import host_mesh
-from zero2jax.offload.offloaded import Offloaded
-from zero2jax.offload.residents import with_residents
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.processes.agreement import (
     expect_same_start,
@@ -50,7 +48,6 @@ from zero2jax.zero.loss_scale import ExhaustionWatch, LossScale
 from zero2jax.zero.placement import (
     check_init_arguments,
     made_shapes,
-    make_opt_state,
     make_params,
     place_params,
 )
@@ -237,10 +234,10 @@ class Engine:
             batch = abstract_batch(batch, self.mesh, self.axes.batch)
         layout = self._blueprint.layout(shapes, batch, shapes_of(dict(loss_args or {})))
         if self.offload is not None:
-            layout = with_residents(self._blueprint.program(layout), self.offload.ratio)
+            layout = offloaded_layout(self._blueprint.program(layout), self.offload)
         if self._functions is None or layout != self.layout:
-            args = self._blueprint.program(layout), self._compiler_options
-            self._functions = Offloaded(*args, self.offload) if self.offload else Compiled(*args)
+            program = self._blueprint.program(layout)
+            self._functions = functions_of(program, self._compiler_options, self.offload)
         return layout.abstract_state(self.mesh)
 
     def init(
@@ -268,19 +265,24 @@ class Engine:
             if is_function(params):
                 abstract = self.abstract_state(made_shapes(params, args), batch=batch, loss_args=loss_args)
                 expect_same_start(self._blueprint.start(self.layout), self.mesh, args)
-                self._check_host_memory()
+                self.check_room()
                 placed = make_params(functools.partial(params, *args), self.layout, self.mesh)
             else:
                 check_alive(params, "the parameters", "It was donated: pass parameters that are still there.")
                 abstract = self.abstract_state(params, batch=batch, loss_args=loss_args)
                 expect_same_start(self._blueprint.start(self.layout), self.mesh, params)
-                self._check_host_memory()
+                self.check_room()
                 placed = place_params(params, self.layout, self.mesh)
-            opt_state = make_opt_state(self.tx, placed, self.layout, self.mesh)
+            opt_state = self._compiled.first_opt_state(placed)
             first = functools.partial(self.layout.first_scalars, self.settings.seed)
             step, rng, loss_scale = jax.jit(first, out_shardings=abstract.step.sharding)()
         self._watch.forget()
         return TrainState(step=step, params=placed, opt_state=opt_state, rng=rng, loss_scale=loss_scale)
+
+    def check_room(self) -> None:
+        """Raise a ValueError, in all processes alike, if a state has no room on the hosts that it is offloaded to."""
+        alone = lambda row: (row[None], ("here",))
+        self._compiled.check_room(gather_with_hosts if spans_processes(self.mesh) else alone)
 
     def step(
         self, state: TrainState, batch: PyTree, *, loss_args: LossArgs = None, **extra_args: Any
@@ -440,9 +442,3 @@ class Engine:
         that the other's collectives wait for."""
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         return jax.block_until_ready(result) if on_cpu and not is_traced(result) else result
-
-    def _check_host_memory(self) -> None:
-        """Refuse to offload what the hosts have no room for, in all processes alike."""
-        if self.offload is not None:
-            row = memory_row(self.layout, self._blueprint.program(self.layout).settings, self.mesh)
-            check_hosts(*gather_with_hosts(row) if spans_processes(self.mesh) else (row[None], ("here",)))

@@ -217,7 +217,7 @@ def test_too_few_cpu_devices_are_an_error_that_says_how_many():
 
 
 def test_a_host_without_room_is_refused_before_anything_is_placed(engines, monkeypatch, tmp_path):
-    engine, _ = engines
+    engine, plain = engines
     engine.abstract_state(make_params())
     layout, settings = engine.layout, engine._blueprint.program(engine.layout).settings
     # Of 133 trained parameters fp32 masters and two moments, bf16 gradients and copies; padding and scalars besides.
@@ -228,6 +228,10 @@ def test_a_host_without_room_is_refused_before_anything_is_placed(engines, monke
             ValueError, match=r"of host here: .* 1 process\(es\) take 1.00 MiB, and 0 B are available"
         ):
             engine.init(make_params())
+        with zero2jax.Checkpointer(tmp_path / "saved", plain) as checkpointer:
+            checkpointer.save(0, plain.init(make_params()))
+            with pytest.raises(ValueError, match="0 B are available"):
+                checkpointer.restore(engine)
     (tmp_path / "meminfo").write_text("MemTotal: 8 kB\nMemAvailable: 6 kB\n")
     assert host_memory.available_bytes(tmp_path, tmp_path) == 6 << 10
     (tmp_path / "memory.max").write_text("4000\n")

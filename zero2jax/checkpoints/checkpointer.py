@@ -191,6 +191,7 @@ class Checkpointer:
         Raises:
           CheckpointError: there is no such checkpoint; it does not fit the engine (lists every leaf that differs); a
             file of it is damaged (names it, and the complete checkpoint before).
+          ValueError: the engine offloads to hosts without room for the state.
         """
         self.wait()
         engine = engine or self.engine
@@ -214,6 +215,8 @@ class Checkpointer:
             taken = [leaf.name for leaf, source in zip(leaves, sources, strict=True) if source is not None]
             if strict:
                 check_containers(checkpoint, optimizer_containers(layout), taken)
+            if into is None:
+                engine.check_room()
             restored = [
                 x if source is None else read_leaf(checkpoint, source, leaf)
                 for leaf, source, x in zip(leaves, sources, given, strict=True)

@@ -25,6 +25,7 @@ The files, in reading order:
   chunks        the host's half, a chunk of leaves at a time
   residents     which leaves stay on the devices, if not all go to the host
   offloaded     both jitted, and what moves between them; stands in for `zero.compiled.Compiled`
+  functions     which of them an engine has
   between       a state in host memory between two phases, of any engine
 
 Imports `base` and `zero`; `zero` never imports it. Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model

@@ -18,9 +18,10 @@ from jax.sharding import NamedSharding
 from zero2jax.base.mesh import moved, replicated
 from zero2jax.base.pytrees import PyTree, is_traced, shapes_of
 from zero2jax.offload.chunks import ChunkedUpdate, Flat
+from zero2jax.offload.host_memory import check_hosts, memory_row
 from zero2jax.offload.host_step import Handed, HostStep, Reduced
 from zero2jax.offload.settings import OffloadSettings
-from zero2jax.zero.compiled import Compiled, CompilerOptions
+from zero2jax.zero.compiled import Compiled, CompilerOptions, Gather
 from zero2jax.zero.state import TrainState, merge
 from zero2jax.zero.step import Metrics, StepProgram
 
@@ -43,6 +44,10 @@ class Offloaded(Compiled):
         if self._step is None:
             self._step = OffloadedStep(self, self._halves, self._settings, self._compiler_options())
         return self._step  # type: ignore[no-any-return]
+
+    def check_room(self, gather: Gather) -> None:
+        """Raise a ValueError if the processes of a host need more memory than it has."""
+        check_hosts(*gather(memory_row(self.layout, self._program.settings, self._program.mesh)))
 
     def programs(self, state: TrainState, batch: PyTree, *more: PyTree) -> list[jax.stages.Lowered]:
         """What a step of these arguments runs, lowered: both halves."""
