@@ -18,6 +18,7 @@ from zero2jax.zero.loss_scale import LossScale, LossScaleError, LossScaleState
 from zero2jax.zero.shard_optimizer import shard_optimizer
 
 # Masters and optimizer state in host memory
+from zero2jax.offload.disk_files import OffloadFileError
 from zero2jax.offload.settings import OffloadSettings
 
 # What backward keeps of the layers
@@ -52,6 +53,7 @@ from zero2jax.checkpoints.checkpointer import Checkpointer
 from zero2jax.checkpoints.export import export_checkpoint, load_exported
 from zero2jax.checkpoints.format import CheckpointError, DamagedError
 from zero2jax.checkpoints.matching import CheckpointWarning
+from zero2jax.checkpoints.reopen import reopen_state
 
 # Will it fit?
 from zero2jax.planning.estimate import Estimate, estimate
@@ -80,6 +82,7 @@ __all__ = [
     "LossScaleState",
     "shard_optimizer",
     # Masters and optimizer state in host memory
+    "OffloadFileError",
     "OffloadSettings",
     # What backward keeps of the layers
     "ActivationSettings",
@@ -115,6 +118,7 @@ __all__ = [
     "Checkpointer",
     "export_checkpoint",
     "load_exported",
+    "reopen_state",
     "CheckpointError",
     "CheckpointWarning",
     "DamagedError",

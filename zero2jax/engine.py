@@ -36,7 +36,7 @@ from zero2jax.offload.settings import OffloadSettings
 from zero2jax.processes.agreement import (
     expect_same_start,
     expect_same_step,
-    gather_with_hosts,
+    gather_over,
     spans_processes,
 )
 from zero2jax.processes.progress import STEP_EVENT
@@ -210,6 +210,11 @@ class Engine:
         return self._compiled.layout
 
     @property
+    def functions(self) -> Compiled:
+        """What the engine runs, jitted for the layout."""
+        return self._compiled
+
+    @property
     def _compiled(self) -> Compiled:
         if self._functions is None:
             raise ValueError(
@@ -265,24 +270,21 @@ class Engine:
             if is_function(params):
                 abstract = self.abstract_state(made_shapes(params, args), batch=batch, loss_args=loss_args)
                 expect_same_start(self._blueprint.start(self.layout), self.mesh, args)
-                self.check_room()
-                placed = make_params(functools.partial(params, *args), self.layout, self.mesh)
+                self.functions.check_room(gather_over(self.mesh))
+                placed = make_params(
+                    functools.partial(params, *args), self.layout, self.mesh, self.functions.keep
+                )
             else:
                 check_alive(params, "the parameters", "It was donated: pass parameters that are still there.")
                 abstract = self.abstract_state(params, batch=batch, loss_args=loss_args)
                 expect_same_start(self._blueprint.start(self.layout), self.mesh, params)
-                self.check_room()
-                placed = place_params(params, self.layout, self.mesh)
+                self.functions.check_room(gather_over(self.mesh))
+                placed = place_params(params, self.layout, self.mesh, self.functions.keep)
             opt_state = self._compiled.first_opt_state(placed)
             first = functools.partial(self.layout.first_scalars, self.settings.seed)
             step, rng, loss_scale = jax.jit(first, out_shardings=abstract.step.sharding)()
         self._watch.forget()
         return TrainState(step=step, params=placed, opt_state=opt_state, rng=rng, loss_scale=loss_scale)
-
-    def check_room(self) -> None:
-        """Raise a ValueError, in all processes alike, if a state has no room on the hosts that it is offloaded to."""
-        alone = lambda row: (row[None], ("here",))
-        self._compiled.check_room(gather_with_hosts if spans_processes(self.mesh) else alone)
 
     def step(
         self, state: TrainState, batch: PyTree, *, loss_args: LossArgs = None, **extra_args: Any

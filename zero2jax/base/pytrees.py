@@ -64,7 +64,7 @@ def shapes_of(tree: PyTree) -> PyTree:
 def check_alive(tree: PyTree, reading: str, way_out: str) -> None:
     """Raise a ValueError if a leaf is an array whose buffers are gone, which jax 0.10 does not survive in a program."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
+        if hasattr(x, "is_deleted") and not isinstance(x, jax.core.Tracer) and x.is_deleted():
             raise ValueError(f"reading {reading}: leaf {path_string(path)!r} is gone. {way_out}")
 
 

@@ -52,6 +52,7 @@ from zero2jax.checkpoints.state_leaves import (
     state_leaves,
 )
 from zero2jax.engine import Engine
+from zero2jax.processes.agreement import gather_over
 from zero2jax.zero.state import TrainState, check_state
 
 if TYPE_CHECKING:  # they import Orbax
@@ -216,10 +217,10 @@ class Checkpointer:
             if strict:
                 check_containers(checkpoint, optimizer_containers(layout), taken)
             if into is None:
-                engine.check_room()
+                engine.functions.check_room(gather_over(mesh))
             restored = [
-                x if source is None else read_leaf(checkpoint, source, leaf)
-                for leaf, source, x in zip(leaves, sources, given, strict=True)
+                x if source is None else engine.functions.keep(i, read_leaf(checkpoint, source, leaf))
+                for i, (leaf, source, x) in enumerate(zip(leaves, sources, given, strict=True))
             ]
             extra = checkpoint.extra()
         except DamagedError as error:

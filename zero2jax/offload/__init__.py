@@ -25,6 +25,11 @@ The files, in reading order:
   chunks        the host's half, a chunk of leaves at a time
   residents     which leaves stay on the devices, if not all go to the host
   offloaded     both jitted, and what moves between them; stands in for `zero.compiled.Compiled`
+  disk_files    files that are written once and checksummed, in a locked folder of the process
+  disk_arrays   what stands for a leaf whose shards are files
+  disk_state    the files of a state, and the record of its last complete step
+  disk_space    whether disks and hosts have room for it
+  disk_offloaded        chunks read ahead and written behind the update
   functions     which of them an engine has
   between       a state in host memory between two phases, of any engine
 

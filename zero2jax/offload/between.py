@@ -38,9 +38,10 @@ def to_host(state: TrainState, layout: Layout, mesh: Mesh, include: Collection[s
 
     def part(tree: PyTree, rest: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(tree)
+        homes = [x.sharding for x in jax.tree.leaves(rest)]
         targets = [
-            x.sharding.with_memory_kind(HOST_MEMORY) if x.sharding.mesh == mesh else x.sharding
-            for x in jax.tree.leaves(rest)
+            home.with_memory_kind(HOST_MEMORY) if home.mesh == mesh and isinstance(x, jax.Array) else home
+            for x, home in zip(leaves, homes, strict=True)
         ]
         there = moved(leaves, targets)
         for x, y in zip(leaves, there, strict=True):

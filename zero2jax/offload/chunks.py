@@ -12,7 +12,7 @@ from zero2jax.base import jaxprs
 from zero2jax.base.pytrees import PyTree
 from zero2jax.offload.parts import Part, Split, split_update
 
-_IN_FLIGHT = 2  # chunks whose gradients and copies are in host memory
+IN_FLIGHT = 2  # chunks whose gradients and copies are in host memory
 
 Move = Callable[[tuple[int, ...], list[jax.Array]], list[jax.Array]]
 """(indices of parameters, an array of each) -> the arrays elsewhere."""
@@ -113,26 +113,35 @@ class ChunkedUpdate:
           down: brings gradients to the host; None leaves them where they are.
           up: brings copies to the devices, likewise.
         """
-        at = self._flat.copies_at
         results: dict[int, Any] = {}
         in_flight: collections.deque[list[jax.Array]] = collections.deque()
-        for part, program in self._parts:
-            if len(in_flight) == _IN_FLIGHT:
+        for k in range(len(self._parts)):
+            if len(in_flight) == IN_FLIGHT:
                 jax.block_until_ready(in_flight.popleft())
-            grads = [sums[i] for i in part.params]
-            for i, x in zip(part.params, grads if down is None else down(part.params, grads), strict=True):
-                values[at + i], sums[i] = x, None
-            del grads
-            made = program(values)
-            for i in part.params:
-                values[at + i] = None
+            made, sent = self.update_part(k, values, sums, down, up)
             if self._complete:
-                copies = [made[at + i] for i in part.params]
-                sent = copies if up is None else up(part.params, copies)
                 in_flight.append(sent)  # there, so no longer in host memory
-                made |= {at + i: x for i, x in zip(part.params, sent, strict=True)}
             results |= made
         return results
+
+    def update_part(
+        self, k: int, values: list[Any], sums: list[Any], down: Move | None, up: Move | None
+    ) -> tuple[dict[int, jax.Array], list[jax.Array]]:
+        """The results of one part, as `__call__`, and the copies among them."""
+        at = self._flat.copies_at
+        part, program = self._parts[k]
+        grads = [sums[i] for i in part.params]
+        for i, x in zip(part.params, grads if down is None else down(part.params, grads), strict=True):
+            values[at + i], sums[i] = x, None
+        del grads
+        made = program(values)
+        for i in part.params:
+            values[at + i] = None
+        if not self._complete:
+            return made, []
+        copies = [made[at + i] for i in part.params]
+        sent = copies if up is None else up(part.params, copies)
+        return made | {at + i: x for i, x in zip(part.params, sent, strict=True)}, sent
 
 
 class _Program:

@@ -1,5 +1,8 @@
 """What offloading makes of an engine: its layout, and its functions. On shapes; nothing is placed."""
 
+import dataclasses
+
+from zero2jax.offload.disk_offloaded import DiskOffloaded
 from zero2jax.offload.offloaded import Offloaded
 from zero2jax.offload.residents import with_residents
 from zero2jax.offload.settings import OffloadSettings
@@ -14,11 +17,16 @@ def offloaded_layout(program: StepProgram, settings: OffloadSettings) -> Layout:
     Raises:
       ValueError: as `with_residents`.
     """
-    return with_residents(program, settings.ratio)
+    return dataclasses.replace(
+        with_residents(program, settings.ratio), on_disk=settings.nvme_path is not None
+    )
 
 
 def functions_of(
     program: StepProgram, options: CompilerOptions, settings: OffloadSettings | None
 ) -> Compiled:
     """The functions of an engine that offloads as its settings say, or not at all."""
-    return Compiled(program, options) if settings is None else Offloaded(program, options, settings)
+    if settings is None:
+        return Compiled(program, options)
+    kind = Offloaded if settings.nvme_path is None else DiskOffloaded
+    return kind(program, options, settings)

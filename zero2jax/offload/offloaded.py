@@ -7,7 +7,7 @@ in the computed dtype come up. Python waits for none of it but, with several chu
 import dataclasses
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from zero2jax.base.pytrees import PyTree, is_traced, shapes_of
 from zero2jax.offload.chunks import ChunkedUpdate, Flat
 from zero2jax.offload.host_memory import check_hosts, memory_row
 from zero2jax.offload.host_step import Handed, HostStep, Reduced
+from zero2jax.offload.parts import Split
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.zero.compiled import Compiled, CompilerOptions, Gather
 from zero2jax.zero.state import TrainState, merge
@@ -76,15 +77,19 @@ class Offloaded(Compiled):
         trained = jax.tree.leaves(self.layout.trained(state.params))
         copies = self._copies.of(trained)
         if copies is None:
-            homes = self.layout.homes(self._program.mesh)[0]
-            home = moved([trained[i] for i in self._moving], [homes[i] for i in self._moving])
-            there = jax.tree.leaves(self.layout.trained_params.shardings(self._program.mesh))
-            copies = moved(self._cast(home), [there[i] for i in self._moving])
+            copies = self._sent_up(trained)
             self.keep_copies(trained, copies)
         seen = dict(enumerate(trained)) | dict(zip(self._moving, copies, strict=True))
         copies = [seen[i] for i in range(len(trained))]
         params = merge(copies, state.params, self.layout.trainable)
         return state._replace(params=params, opt_state=())
+
+    def _sent_up(self, trained: Sequence[jax.Array]) -> list[jax.Array]:
+        """New copies, on the devices, of what the host stores."""
+        homes = self.layout.homes(self._program.mesh)[0]
+        home = moved([trained[i] for i in self._moving], [homes[i] for i in self._moving])
+        there = jax.tree.leaves(self.layout.trained_params.shardings(self._program.mesh))
+        return moved(self._cast(home), [there[i] for i in self._moving])
 
     def keep_copies(self, masters: list[jax.Array], copies: list[jax.Array]) -> None:
         """Remember copies on the devices for as long as their masters are those of the state."""
@@ -222,7 +227,7 @@ class OffloadedStep:
             split, sizes = flat.split(), [leaf.rest_bytes for leaf in layout.trained_params.leaves]
             resident = layout.resident_params
             chunks = split.only(frozenset(range(num)) - resident).joined(sizes, self._settings.chunk_bytes)
-            on_host = ChunkedUpdate(flat, chunks, self._host_results, complete=True, options=self._options)
+            on_host = self._update_on_host(flat, chunks)
             on_devices = None
             if resident:
                 halves = dataclasses.replace(self._halves, home=self._halves.program.mesh)
@@ -235,6 +240,9 @@ class OffloadedStep:
                 )
             self._updates[key] = on_host, on_devices
         return self._updates[key]
+
+    def _update_on_host(self, flat: Flat, chunks: Split) -> ChunkedUpdate:
+        return ChunkedUpdate(flat, chunks, self._host_results, complete=True, options=self._options)
 
     def _down(self, which: tuple[int, ...], sums: list[jax.Array]) -> list[jax.Array]:
         return moved(sums, [self._host_sums[i] for i in which])

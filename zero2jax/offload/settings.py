@@ -1,6 +1,7 @@
 """What an engine is told about offloading. No arrays."""
 
 import dataclasses
+import os
 
 import jax
 
@@ -16,6 +17,11 @@ class OffloadSettings:
         1; leaves in the order of the parameters, as near to it as leaves allow. The devices keep and update the others.
       chunk_bytes: gradients come down, are applied and parameters go up in chunks of leaves that have about this many
         bytes of masters per device, at least a leaf; where the optimizer ties all leaves together, in one.
+      nvme_path: a folder of a local disk, in whose files masters and optimizer state are stored instead; the host has
+        of them what it updates. Of several processes each makes a folder of its own there.
+      buffer_count: with `nvme_path`, how many buffers of the size of a chunk's masters the host has, as in DeepSpeed.
+        A chunk with Adam takes 4, its gradients, masters and two moments; with 12 one is read and one is written
+        while one is updated. With fewer than one chunk needs, it is one.
       host_devices: CPU devices that hold them, of each process as many as it has devices in the mesh; None takes those
         of JAX's CPU backend. Which they are decides no number.
 
@@ -31,6 +37,8 @@ class OffloadSettings:
 
     ratio: float = 1.0
     chunk_bytes: int = 2**28
+    nvme_path: str | os.PathLike[str] | None = None
+    buffer_count: int = 12
     host_devices: tuple[jax.Device, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -39,8 +47,12 @@ class OffloadSettings:
                 f"reading the offload settings: ratio is {self.ratio!r}; it lies above 0 and at most at 1. Without "
                 f"offloading, pass no settings."
             )
-        if not (is_whole(self.chunk_bytes) and self.chunk_bytes >= 1):
+        for name in ("chunk_bytes", "buffer_count"):
+            if not (is_whole(value := getattr(self, name)) and value >= 1):
+                raise ValueError(
+                    f"reading the offload settings: {name} is {value!r}; it is a whole number, at least 1."
+                )
+        if self.nvme_path is not None and not os.fspath(self.nvme_path):
             raise ValueError(
-                f"reading the offload settings: chunk_bytes is {self.chunk_bytes!r}; it is a whole number of bytes, at "
-                f"least 1."
+                "reading the offload settings: nvme_path is empty; it is a folder of a local disk, or None."
             )

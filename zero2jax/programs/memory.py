@@ -25,6 +25,7 @@ IN_STEP = f"{PARAMETERS} in the step"
 # Of an engine that offloads: what its devices hold instead, and what its host does.
 BETWEEN_STEPS = f"{PARAMETERS} between steps"
 ON_HOST = ", on the host"
+ON_DISK = ", on the disk"
 # No class of its own: what the compiler allocates for gradients, parameters and activations together.
 TEMPORARY = "temporary"
 
@@ -56,7 +57,8 @@ class MemoryReport:
       stage: ZeRO stage.
       num_shards: N, the devices that the state is sharded over from stage 1 on.
       rows: `master`, `optimizer state`, `gradients`, `parameters in the step`, `temporary`; of an engine that offloads
-        also `parameters between steps`, `master, on the host`, `optimizer state, on the host`.
+        also `parameters between steps`, `master, on the host`, `optimizer state, on the host`; of what is in files
+        `master, on the disk`, `optimizer state, on the disk` instead.
     """
 
     stage: int
@@ -102,14 +104,15 @@ class MemoryReport:
 
 
 def live_bytes(tree: PyTree) -> int:
-    """Bytes that a tree of arrays takes on the device of this process that holds most of it."""
+    """Bytes that a tree of arrays, or of files that stand for some, takes for the device that holds most of it here."""
     check_alive(
         tree, "the tree whose bytes are counted", "It was donated: pass the one that the step returned."
     )
     held: dict[jax.Device, int] = {}
     for x in jax.tree.leaves(tree):
         for shard in x.addressable_shards:
-            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+            size = shard.data.nbytes if isinstance(x, jax.Array) else shard.nbytes
+            held[shard.device] = held.get(shard.device, 0) + size
     return max(held.values(), default=0)
 
 
@@ -166,16 +169,16 @@ def _stored_rows(
         for k, i in enumerate(settings.trained)
         if k not in layout.resident_params
     )
+    there, opt_there = at(trained, layout.resident_params, False), at(opt_state, layout.resident_state, False)
+    place, source = (ON_DISK, "files") if layout.on_disk else (ON_HOST, "live buffers")
     rows = (
-        (MASTER, live_bytes(here), "frozen leaves, and what stays here"),
-        (OPTIMIZER, live_bytes(opt_here), "what stays here"),
-        (BETWEEN_STEPS, copies, "masters of the host, in the compute dtype"),
-        (MASTER + ON_HOST, live_bytes(at(trained, layout.resident_params, False)), "the others"),
-        (OPTIMIZER + ON_HOST, live_bytes(at(opt_state, layout.resident_state, False)), "the others"),
+        (MASTER, live_bytes(here), "frozen leaves, and what stays here", "live buffers"),
+        (OPTIMIZER, live_bytes(opt_here), "what stays here", "live buffers"),
+        (BETWEEN_STEPS, copies, "masters of the host, in the compute dtype", "live buffers"),
+        (MASTER + place, live_bytes(there), "the others", source),
+        (OPTIMIZER + place, live_bytes(opt_there), "the others", source),
     )
-    return [
-        _row(name, num_bytes, "live buffers", Formula(num_bytes, words)) for name, num_bytes, words in rows
-    ]
+    return [_row(name, size, source, Formula(size, words)) for name, size, words, source in rows]
 
 
 def _row(name: str, measured_bytes: int | None, source: str, formula: Formula) -> MemoryRow:

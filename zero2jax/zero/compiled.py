@@ -78,6 +78,17 @@ class Compiled:
     def check_room(self, gather: Gather) -> None:
         """Raise a ValueError if a host has no room for a state: its devices say so themselves."""
 
+    def keep(self, position: int, x: jax.Array) -> Any:
+        """What stands in a new state for its leaf at a position, given where it is stored: the array itself."""
+        return x
+
+    def reopened(self, gather: Gather) -> list[Any]:
+        """The leaves of a state that is in files: there are none."""
+        raise ValueError(
+            "reopening a state: this engine keeps no files. Build it with OffloadSettings(nvme_path=...), like that of "
+            "the run that left them, or restore a checkpoint."
+        )
+
     def first_opt_state(self, params: PyTree) -> PyTree:
         """The optimizer's initial state where it is stored, from parameters where they are."""
         return make_opt_state(self._program.tx, params, self.layout, self._program.mesh)

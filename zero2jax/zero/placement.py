@@ -1,6 +1,7 @@
 """How a first state gets into its shards without a full copy on any device. Global arrays, outside `shard_map`."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +18,16 @@ from zero2jax.zero.collectives import pad_to
 from zero2jax.zero.shard_plan import LeafPlan
 from zero2jax.zero.state import Layout, TrainState, pad, unpad
 
+Keep = Callable[[int, jax.Array], Any]
+"""(position among the leaves of the state, a leaf where it is stored) -> what stands for it in the state."""
 
-def place_params(params: PyTree, layout: Layout, mesh: Mesh) -> PyTree:
+
+def place_params(params: PyTree, layout: Layout, mesh: Mesh, keep: Keep) -> PyTree:
     """Full parameters -> padded shards, a leaf at a time and from host memory slice by slice."""
     plan = layout.params
+    position = itertools.count(1)  # after `step`
 
-    def place(leaf: LeafPlan, x: Any, rest: Any) -> jax.Array:
+    def placed(leaf: LeafPlan, x: Any, rest: Any) -> jax.Array:
         sharding = rest.sharding
         if isinstance(x, jax.Array) and not (x.is_fully_addressable and _is_numeric(x)):
             there = plan.sharding(leaf, mesh)
@@ -33,6 +38,7 @@ def place_params(params: PyTree, layout: Layout, mesh: Mesh) -> PyTree:
             leaf.rest_shape, sharding, lambda index: _slice(leaf, host, index or ())
         )
 
+    place = lambda leaf, x, rest: keep(next(position), placed(leaf, x, rest))
     return plan.map(place, params, layout.abstract_state(mesh).params)
 
 
@@ -85,7 +91,7 @@ def made_shapes(init_fn: Callable[..., PyTree], args: tuple[Any, ...]) -> PyTree
         raise
 
 
-def make_params(make: Callable[[], PyTree], layout: Layout, mesh: Mesh) -> PyTree:
+def make_params(make: Callable[[], PyTree], layout: Layout, mesh: Mesh, keep: Keep) -> PyTree:
     """Run a function that makes full parameters so that each device, of a host if there is one, makes its shards."""
     plan, home = layout.params, layout.host or mesh
 
@@ -95,20 +101,24 @@ def make_params(make: Callable[[], PyTree], layout: Layout, mesh: Mesh) -> PyTre
 
     made = jax.jit(build, out_shardings=plan.shardings(home))()
     shardings = [x.sharding for x in jax.tree.leaves(layout.abstract_state(mesh).params)]
-    return plan.treedef.unflatten(moved(jax.tree.leaves(made), shardings))
+    leaves = moved(jax.tree.leaves(made), shardings)
+    del made
+    # each let go as soon as it is kept elsewhere
+    return plan.treedef.unflatten([keep(1 + i, leaves.pop(0)) for i in range(len(plan.leaves))])
 
 
 def make_opt_state(tx: optax.GradientTransformation, params: PyTree, layout: Layout, mesh: Mesh) -> PyTree:
     """The optimizer's initial state in its shards, from parameters in theirs."""
     home = layout.host or mesh
-
-    def build(trained: PyTree) -> PyTree:
-        opt_state = tx.init(unpad(trained, layout.trained_params, home))
-        return pad(opt_state, layout.opt_state, home)
-
+    build = functools.partial(init_opt_state, tx, layout, home)
     trained, treedef = jax.tree.flatten(layout.trained(params))
     home_params = jax.tree.leaves(layout.trained_params.shardings(home))
     made = jax.jit(build, out_shardings=layout.opt_state.shardings(home))(
         jax.tree.unflatten(treedef, moved(trained, home_params))
     )
     return layout.opt_state.treedef.unflatten(moved(jax.tree.leaves(made), layout.homes(mesh)[1]))
+
+
+def init_opt_state(tx: optax.GradientTransformation, layout: Layout, home: Mesh, trained: PyTree) -> PyTree:
+    """The optimizer's initial state at rest on a mesh, from trainable parameters at rest there. To be jitted."""
+    return pad(tx.init(unpad(trained, layout.trained_params, home)), layout.opt_state, home)

@@ -65,6 +65,8 @@ class Layout:
       loss_scale: how the loss is scaled, if it is.
       host: the mesh of CPU devices in whose memory trainable parameters and optimizer state are stored, one in the
         place of each device of the mesh; None where they are stored on the mesh itself.
+      on_disk: whether files stand for what is stored on `host`: leaves with shape, dtype, sharding and shards, but no
+        arrays.
       resident_params: of the trainable parameters, by index, those that are stored on the mesh all the same.
       resident_state: of the leaves of the optimizer state, by index, those.
     """
@@ -74,6 +76,7 @@ class Layout:
     trainable: tuple[bool, ...]
     loss_scale: LossScale | None = None
     host: Mesh | None = None
+    on_disk: bool = False
     resident_params: frozenset[int] = frozenset()
     resident_state: frozenset[int] = frozenset()
 
@@ -277,10 +280,19 @@ def _check_structure(state: TrainState, layout: Layout) -> None:
 
 def _check_devices(state: TrainState, layout: Layout, mesh: Mesh) -> None:
     for part in (state.params, state.opt_state):
+        if not layout.on_disk and any(_is_file(x) for x in jax.tree.leaves(part)):
+            raise ValueError(
+                "reading the state: it is in the files of an engine with nvme_path, and this one keeps arrays. A state "
+                "goes from the one to the other by a checkpoint."
+            )
         arrays = (x for x in jax.tree.leaves(part) if isinstance(x, jax.Array))
         # Without a host a part lies in one place, so that one leaf tells.
         for x in itertools.islice(arrays, 1 if layout.host is None else None):
             _check_device(x, layout, mesh)
+
+
+def _is_file(x: Any) -> bool:
+    return hasattr(x, "files")
 
 
 def _check_device(x: jax.Array, layout: Layout, mesh: Mesh) -> None:
