@@ -64,6 +64,25 @@ def test_half_of_the_state_on_the_host_trains_as_all_of_it_on_the_devices(tmp_pa
     assert report["optimizer state"].measured_bytes > 0
 
 
+def test_of_the_hosts_half_only_scalars_and_copies_come_up(monkeypatch):
+    from zero2jax.offload import offloaded
+
+    half = engine_of(0.5)
+    state, _ = half.step(half.init(make_params()), make_batch())
+    own, up = offloaded.moved, []
+
+    def moved(arrays, shardings):
+        found = own(arrays, shardings)
+        up.extend(
+            x for x, y in zip(found, arrays, strict=True) if x is not y and x.sharding.mesh == half.mesh
+        )
+        return found
+
+    monkeypatch.setattr(offloaded, "moved", moved)
+    half.step(state, make_batch())
+    assert sorted(x.shape for x in up if x.ndim) == [(3, 6), (3, 6, 5)]  # b, w: padded to two devices
+
+
 def test_an_optimizer_that_ties_all_leaves_together_has_no_half():
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
     with pytest.raises(ValueError, match=r"offloading 0.5 of the state: .* Clip by clip_norm="):

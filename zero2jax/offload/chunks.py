@@ -62,6 +62,9 @@ class ChunkedUpdate:
       shardings: of its results.
       complete: whether copies are made, and what belongs to no part: shared leaves of the state, the learning rate.
       options: for the compiler.
+
+    Attributes:
+      shared: indices of arguments, leaves of the state, that all parts read.
     """
 
     def __init__(
@@ -74,8 +77,8 @@ class ChunkedUpdate:
         options: Mapping[str, Any],
     ):
         self._flat, self._shardings, self._complete = flat, shardings, complete
-        shared = [flat.num_params + j for j in split.shared]
-        more = [*shared, *range(flat.copies_at + flat.num_params, flat.num_results)]
+        self.shared = [flat.num_params + j for j in split.shared]
+        more = [*self.shared, *range(flat.copies_at + flat.num_params, flat.num_results)]
         self._parts: list[tuple[Part, _Program]] = []
         for k, part in enumerate(split.parts):
             own = [*part.params, *[flat.num_params + j for j in part.state]]

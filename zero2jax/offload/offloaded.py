@@ -187,7 +187,7 @@ class OffloadedStep:
         results: dict[int, Any] = {}
         if on_devices is not None:
             values = self._values(home, handed, extra, self._on_devices)
-            shared = [i for i in range(num, at) if i - num not in layout.resident_state]
+            shared = on_devices.shared
             arrived = moved([values[i] for i in shared], [self._device_results[i] for i in shared])
             for i, x in zip(shared, arrived, strict=True):
                 values[i] = x
