@@ -308,7 +308,7 @@ def test_devices_must_be_positive(ds_config, capsys):
     assert "--devices = 0: must be at least 1" in err
 
 
-def test_info_reports_versions_and_devices(capsys):
+def test_info_reports_versions_and_devices(capsys, tmp_path, monkeypatch):
     code, out, _ = run(["info", "--json"], capsys)
     report = json.loads(out)
     assert code == 0
@@ -323,6 +323,20 @@ def test_info_reports_versions_and_devices(capsys):
     code, out, _ = run(["info"], capsys)
     assert code == 0
     assert "jaxlib" in out
+    assert "measured" not in out
+    monkeypatch.setattr("zero2jax.offload.rates.PROBE_BYTES", 1000)
+    code, out, _ = run(["info", "--measure", "--nvme-path", str(tmp_path), "--json"], capsys)
+    assert {name for name, rate in json.loads(out)["bytes_per_s"].items() if rate > 0} == {
+        "up",
+        "down",
+        "write",
+        "read",
+    }
+    code, out, _ = run(["info", "--measure"], capsys)
+    assert "host to device, measured" in out
+    code, _, err = run(["info", "--nvme-path", "/proc/nowhere"], capsys)
+    assert code == 2
+    assert "making /proc/nowhere/process-0-of-1" in err
 
 
 def test_module_runs_without_starting_a_backend(ds_config):

@@ -62,6 +62,18 @@ def test_no_bit_differs_from_the_state_in_host_memory(on_disk, in_memory):
     assert_trees_equal(*found)
 
 
+def test_a_part_in_files_and_the_other_on_the_devices(tmp_path):
+    found = []
+    for path in (tmp_path, None):
+        engine = engine_of(path, ratio=0.5)
+        state, _ = train(engine, engine.init(make_params()), make_batches(2))
+        found.append(as_numpy(state))
+        if path is not None:
+            with pytest.raises(zero2jax.CheckpointError, match=r"params/embed, .*Restore a checkpoint"):
+                zero2jax.reopen_state(engine, make_params())
+    assert_trees_equal(*found)
+
+
 def test_what_is_large_is_in_files_and_what_was_is_deleted(on_disk):
     engine, path = on_disk
     state, _ = train(engine, engine.init(make_params()), make_batches(2))

@@ -25,6 +25,7 @@ The files, in reading order:
   chunks        the host's half, a chunk of leaves at a time
   residents     which leaves stay on the devices, if not all go to the host
   offloaded     both jitted, and what moves between them; stands in for `zero.compiled.Compiled`
+  rates         measured bandwidths, and what offloading adds to a step
   disk_files    files that are written once and checksummed, in a locked folder of the process
   disk_arrays   what stands for a leaf whose shards are files
   disk_state    the files of a state, and the record of its last complete step

@@ -121,7 +121,9 @@ class DiskStep(OffloadedStep):
           OffloadFileError: a file cannot be read or written; the state before is intact in the files.
         """
         files = self._functions.files
-        files.start()
+        folder = files.start()
+        if self.rates is not None:
+            self.rates.disk = {"read": folder.reads, "write": folder.writes}
         files.begin(int(np.asarray(state.step)))
         try:
             state, metrics = super().__call__(state, batch, loss_args, extra_args)

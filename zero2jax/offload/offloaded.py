@@ -21,6 +21,7 @@ from zero2jax.offload.chunks import ChunkedUpdate, Flat
 from zero2jax.offload.host_memory import check_hosts, memory_row
 from zero2jax.offload.host_step import Handed, HostStep, Reduced
 from zero2jax.offload.parts import Split
+from zero2jax.offload.rates import Rates
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.zero.compiled import Compiled, CompilerOptions, Gather
 from zero2jax.zero.state import TrainState, merge
@@ -124,6 +125,7 @@ class OffloadedStep:
     Attributes:
       reduce: `HostStep.reduced`, jitted for the devices; what it stores anew and the copies are given apart.
       update: `HostStep.update` in one piece, jitted for the host; masters and optimizer state are donated.
+      rates: measured of what moves, if it is.
     """
 
     def __init__(
@@ -165,6 +167,7 @@ class OffloadedStep:
         self._halves, self._settings = halves, settings
         self._options = {k: v for k, v in options.items() if not k.startswith("xla_gpu")}
         self._device_options = options
+        self.rates = Rates() if settings.measure else None
         self._updates: dict[Any, tuple[ChunkedUpdate, ChunkedUpdate | None]] = {}
 
     def __call__(
@@ -180,6 +183,8 @@ class OffloadedStep:
         there = functions.on_devices(state)
         sums, handed, kept, metrics = self.reduce(*_apart(there, layout.trainable), batch, loss_args)
         del there
+        if self.rates is not None:
+            self.rates.begin(metrics["loss"])
         functions.forget_copies()
         extra = dict(extra_args)
         on_host, on_devices = self._chunked(home, sums, handed, extra)
@@ -194,6 +199,9 @@ class OffloadedStep:
             results |= on_devices(values, sums)
         values = self._values(home, handed, extra, self._on_host)
         results |= on_host(values, sums, self._down, self._up)
+        if self.rates is not None:
+            self.rates.end()
+            metrics |= self.rates.metrics()
         for x in home:  # the few that no part alone could be given: scalars
             if not x.is_deleted():
                 x.delete()
@@ -245,10 +253,16 @@ class OffloadedStep:
         return ChunkedUpdate(flat, chunks, self._host_results, complete=True, options=self._options)
 
     def _down(self, which: tuple[int, ...], sums: list[jax.Array]) -> list[jax.Array]:
-        return moved(sums, [self._host_sums[i] for i in which])
+        arrived = moved(sums, [self._host_sums[i] for i in which])
+        if self.rates is not None:
+            self.rates.moving("down", sums, arrived)
+        return arrived
 
     def _up(self, which: tuple[int, ...], copies: list[jax.Array]) -> list[jax.Array]:
-        return moved(copies, [self._device_sums[i] for i in which])
+        sent = moved(copies, [self._device_sums[i] for i in which])
+        if self.rates is not None:
+            self.rates.moving("up", copies, sent)
+        return sent
 
     def _at_home(self, state: TrainState) -> list[jax.Array]:
         """Masters and leaves of the optimizer state where they are stored, if those of another engine are not yet."""

@@ -22,6 +22,10 @@ class OffloadSettings:
       buffer_count: with `nvme_path`, how many buffers of the size of a chunk's masters the host has, as in DeepSpeed.
         A chunk with Adam takes 4, its gradients, masters and two moments; with 12 one is read and one is written
         while one is updated. With fewer than one chunk needs, it is one.
+      measure: add measured bandwidths and the part of the step that offloading adds to the metrics, of this process and
+        the step before, NaN where nothing is known: `offload_down_bytes_per_s`, `offload_up_bytes_per_s`,
+        `offload_share`, with files `offload_read_bytes_per_s` and `offload_write_bytes_per_s`. Threads note when arrays
+        are there; the step waits for none of it.
       host_devices: CPU devices that hold them, of each process as many as it has devices in the mesh; None takes those
         of JAX's CPU backend. Which they are decides no number.
 
@@ -39,6 +43,7 @@ class OffloadSettings:
     chunk_bytes: int = 2**28
     nvme_path: str | os.PathLike[str] | None = None
     buffer_count: int = 12
+    measure: bool = False
     host_devices: tuple[jax.Device, ...] | None = None
 
     def __post_init__(self) -> None:
