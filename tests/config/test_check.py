@@ -205,7 +205,11 @@ EVERYTHING = {
     "amp": {"enabled": True},
     "prescale_gradients": True,
     "activation_checkpointing": {"policy": "nonesuch"},
-    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}, "mics_shard_size": 3},
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "super_offload": True},
+        "mics_shard_size": 3,
+    },
     "optimizer": {"type": "Adam", "params": {"lr": "auto"}},
     "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
 }
@@ -225,7 +229,7 @@ def test_everything_that_is_wrong_comes_in_one_round(tmp_path, capsys):
 REASONS = {
     "errors": ["fp16.foo", "prescale_gradients", "activation_checkpointing.policy"],
     "refused": ["amp", "zero_optimization.mics_shard_size", "train_batch_size"],
-    "not_yet": ["fp16.fp16_master_weights_and_grads", "zero_optimization.offload_optimizer.device"],
+    "not_yet": ["zero_optimization.offload_optimizer.super_offload", "fp16.fp16_master_weights_and_grads"],
     "to_fill": ["scheduler.params.total_num_steps"],
 }
 

@@ -9,6 +9,8 @@ from zero2jax.config.rules import key_values
 FROZEN = {
     Treatment.IMPLEMENTED: """
         zero_optimization.offload_optimizer.device zero_optimization.offload_optimizer.ratio
+        zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_optimizer.buffer_count
+        zero_optimization.offload_optimizer.pipeline_read zero_optimization.offload_optimizer.pipeline_write
         train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer.type
         scheduler.type gradient_clipping communication_data_type bf16.enabled
         bf16.check_grad_overflow gradient_allreduce_op
@@ -55,10 +57,6 @@ FROZEN = {
     """,
     Treatment.NOT_YET: """
         fp16.fp16_master_weights_and_grads
-        zero_optimization.offload_optimizer.nvme_path
-        zero_optimization.offload_optimizer.buffer_count
-        zero_optimization.offload_optimizer.pipeline_read
-        zero_optimization.offload_optimizer.pipeline_write
         zero_optimization.offload_optimizer.super_offload
         zero_optimization.offload_param.device zero_optimization.offload_param.nvme_path
         zero_optimization.offload_param.buffer_count zero_optimization.offload_param.buffer_size

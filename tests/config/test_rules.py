@@ -5,6 +5,7 @@ from config_errors import errors_of, zero
 
 from zero2jax.config.reading import ConfigError, read_config
 from zero2jax.config.rules import device_notes, not_yet
+from zero2jax.config.translate import translate
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -222,7 +223,6 @@ def test_ignored_keys_are_named_once():
             {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
             "fp16.fp16_master_weights_and_grads",
         ),
-        (zero(stage=2, offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer.device"),
         (zero(stage=3, zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
         (zero(stage=2, ignore_unused_parameters=False), "zero_optimization.ignore_unused_parameters"),
         ({"tensorboard": {"enabled": True, "output_path": "x"}}, "tensorboard.enabled"),
@@ -268,3 +268,18 @@ def test_a_missing_stage_is_said():
     assert said in read_config({"zero_optimization": {"overlap_comm": True}}).notes
     assert said not in read_config({"zero_optimization": {"stage": 0, "overlap_comm": True}}).notes
     assert said not in read_config({}).notes
+
+
+def test_nvme_becomes_files_and_as_many_buffers_as_its_keys_say():
+    """Reading ahead and writing behind have buffers of their own."""
+    block = {"device": "nvme", "nvme_path": "/x", "ratio": 0.5}
+    for more, buffers in (
+        ({}, 4),
+        ({"buffer_count": 5, "pipeline_read": True}, 10),
+        ({"buffer_count": 0}, 1),
+    ):
+        config = read_config(zero(stage=3, offload_optimizer=block | more))
+        offload = translate(config, shards_from="").offload
+        assert (offload.nvme_path, offload.ratio, offload.buffer_count) == ("/x", 0.5, buffers)
+    with pytest.raises(ConfigError, match=r"offload_optimizer.device = 'nvme': it needs nvme_path"):
+        read_config(zero(stage=3, offload_optimizer={"device": "nvme"}))

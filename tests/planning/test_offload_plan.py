@@ -10,6 +10,7 @@ from helpers import make_batch, make_params, mean_loss
 from plan_program import LAYERS, WIDTH, N, needs_compiler, program
 
 import zero2jax
+from zero2jax.planning.offload_plan import offload_plan
 from zero2jax.planning.targets import get_target
 
 ELEMENTS = LAYERS * WIDTH * WIDTH
@@ -80,3 +81,18 @@ def test_a_part_of_the_state_is_counted_on_either_side():
     assert (rows["master"].rest_bytes, rows["optimizer state"].rest_bytes) == (4 * on_device, 8 * on_device)
     assert rows["parameters"].rest_bytes == 2 * on_host
     assert sum(row.rest_bytes for row in report.by_class) == report.rest_bytes
+
+
+def test_files_are_counted_as_their_own_class_twice_and_host_memory_by_chunks():
+    p = program(16)
+    settings = zero2jax.OffloadSettings(nvme_path="/nowhere", chunk_bytes=1, buffer_count=8)
+    engine = zero2jax.Engine(p.loss_fn, p.tx, zero2jax.make_mesh(data=N), offload=settings)
+    engine.abstract_state(p.params)
+    found = offload_plan(engine, engine.functions._program.settings, get_target("cpu"), 2)
+    assert found.disk_bytes == 2 * (12 * ELEMENTS // N + 4)
+    # one leaf, so one chunk: all of it is there
+    assert found.host_bytes == 16 * ELEMENTS // N + 4
+    lines = found.lines()
+    assert lines[0].startswith("on the disk per device: ")
+    assert lines[0].endswith("on a host of 2")
+    assert lines[1].startswith("in host memory per device: ")

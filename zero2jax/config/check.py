@@ -216,8 +216,10 @@ def _effective(settings: EngineSettings, num_devices: int | None) -> dict[str, s
         "activations": _activations(settings.activations),
     }
     if settings.offload is not None:
+        path = settings.offload.nvme_path
+        where = "host memory" if path is None else f"files below {path}"
         effective["masters and optimizer state"] = (
-            f"{settings.offload.ratio:.0%} in host memory, updated on the host's CPU"
+            f"{settings.offload.ratio:.0%} in {where}, updated on the host's CPU"
         )
     if "gradient_clipping" not in config.given:
         effective["gradient clipping"] += " (the key is absent; DeepSpeed since 0.19.3 would clip at 1.0)"

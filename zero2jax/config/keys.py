@@ -39,7 +39,6 @@ _POINT_OF_USE = "parameters are gathered where they are used, modules are unknow
 _DIVISION = "without reduce-scatter the mean is the same, only the order of the division differs"
 _TORCH = "chooses between torch implementations of the same update"
 _WITH_OFFLOAD = "with the offload device"
-_WITH_NVME = "with the offload device nvme"
 _WITH_MONITOR = "with this monitor"
 _CHECKPOINT = "the step writes no checkpoint"
 _OTHER = "changes the training itself and has no counterpart"
@@ -85,7 +84,11 @@ _IMPLEMENTED = {
     **_table(
         Treatment.IMPLEMENTED,
         {
-            "device": "cpu: masters and optimizer state in host memory, updated there; nvme: not yet",
+            "device": "masters and optimizer state in host memory (cpu) or in files (nvme), updated by the host's CPU",
+            "nvme_path": "with nvme, the folder; each process makes one of its own there",
+            "buffer_count": "with nvme, buffers in host memory, of a chunk's masters in size; a chunk of Adam takes 4",
+            "pipeline_read": "with nvme, buffer_count buffers more, so that a chunk is read while another is updated",
+            "pipeline_write": "with nvme, buffer_count buffers more, so that a chunk is written meanwhile",
             "ratio": "part of their bytes that the host has; the devices keep and update the other leaves",
         },
         "zero_optimization.offload_optimizer.",
@@ -244,10 +247,6 @@ _NOT_YET = {
     **_table(
         Treatment.NOT_YET,
         {
-            "nvme_path": _WITH_NVME,
-            "buffer_count": _WITH_NVME,
-            "pipeline_read": _WITH_NVME,
-            "pipeline_write": _WITH_NVME,
             "super_offload": "a speculative update, before the gradients are judged",
         },
         "zero_optimization.offload_optimizer.",

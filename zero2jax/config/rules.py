@@ -146,6 +146,9 @@ def _zero_rules(config: Config, report: Report) -> None:
     if offload is not None and offload.ratio < 1.0 and zero.stage != 3:
         rule = f"a part of the optimizer on the host needs stage 3, the stage is {zero.stage}"
         report.error(f"{path}.offload_optimizer.ratio", offload.ratio, rule, "Use 1.0 or stage 3.")
+    if offload_device(config) == "nvme" and not (offload and offload.nvme_path):
+        rule = "it needs nvme_path, a folder of a local disk"
+        report.error(f"{path}.offload_optimizer.device", "nvme", rule, 'Give nvme_path, or use "cpu".')
     if zero.mics_shard_size > 0 and zero.zero_hpz_partition_size > 1:
         rule = "it and zero_hpz_partition_size both give the size of a group"
         report.error(f"{path}.mics_shard_size", zero.mics_shard_size, rule, "Keep one of the two.")
@@ -223,9 +226,6 @@ def _not_yet(config: Config) -> Iterator[tuple[str, str]]:
             asked = value != default and config.zero_optimization.stage == 3
         if asked:
             yield path, f"{path} = {shown(value)}: {KEYS[path].becomes}"
-    if offload_device(config) == "nvme":
-        path = "zero_optimization.offload_optimizer.device"
-        yield path, f"{path} = 'nvme': optimizer state on local disks"
 
 
 def offload_device(config: Config) -> str:

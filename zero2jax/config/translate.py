@@ -13,7 +13,7 @@ from zero2jax.activations.layers import ActivationSettings
 from zero2jax.base.mesh import MODEL_AXIS, DataAxes
 from zero2jax.base.pytrees import LeafPredicate
 from zero2jax.config.compiler_options import Option, compiler_options
-from zero2jax.config.schema import FP16, ActivationCheckpointing, Config
+from zero2jax.config.schema import FP16, ActivationCheckpointing, Config, OffloadOptimizer
 from zero2jax.config.values import ConfigError
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.zero.loss_scale import LossScale
@@ -102,11 +102,19 @@ def translate(
         seed=seed,
         axes=axes,
     )
-    block = zero.offload_optimizer
-    offload = None
-    if block is not None and block.device != "none" and block.ratio > 0:
-        offload = OffloadSettings(ratio=block.ratio)
+    offload = _offload(zero.offload_optimizer)
     return EngineSettings(config=config, step=step, offload=offload, activations=activations_of(config))
+
+
+def _offload(block: OffloadOptimizer | None) -> OffloadSettings | None:
+    """What `offload_optimizer` asks for; None for all on the devices."""
+    if block is None or block.device == "none" or block.ratio == 0:
+        return None
+    if block.device == "cpu":
+        return OffloadSettings(ratio=block.ratio)
+    # what is read ahead and what is written behind has buffers of its own
+    buffers = max(1, block.buffer_count) * (1 + block.pipeline_read + block.pipeline_write)
+    return OffloadSettings(ratio=block.ratio, nvme_path=block.nvme_path, buffer_count=buffers)
 
 
 def _loss_scale(block: FP16) -> LossScale | None:

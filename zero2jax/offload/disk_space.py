@@ -28,22 +28,21 @@ def num_chunks(settings: OffloadSettings, master_bytes: int, moment_bytes: int) 
     return max(1, settings.buffer_count // per_chunk)
 
 
-def needed_bytes(layout: Layout, settings: GradientSettings, mesh: Mesh, offload: OffloadSettings) -> int:
-    """Host memory that the devices of this process need: the chunks that are in it, their gradients and copies."""
+def held_bytes(layout: Layout, settings: GradientSettings, mesh: Mesh, offload: OffloadSettings) -> int:
+    """Host memory for one device: the chunks that are in it, their gradients and copies."""
     masters, moments = state_bytes(layout, mesh)
     largest = max((leaf.rest_bytes for leaf in layout.trained_params.leaves), default=0)
     chunk = min(1.0, (offload.chunk_bytes + largest) / max(1, masters))
     held = min(1.0, num_chunks(offload, masters, moments) * chunk) * (masters + moments)
-    moving = min(1.0, 2 * chunk) * sum(transfer_bytes(layout, settings, mesh))
-    return math.ceil(held + moving) * len(mesh.local_devices)
+    return math.ceil(held + min(1.0, 2 * chunk) * sum(transfer_bytes(layout, settings, mesh)))
 
 
 def memory_row(
     layout: Layout, settings: GradientSettings, mesh: Mesh, offload: OffloadSettings
 ) -> np.ndarray:
-    """(MiB that this process needs, MiB available to it or -1), int32, for `check_hosts`."""
+    """(MiB that the devices of this process need, MiB available to it or -1), int32, for `check_hosts`."""
     available = available_bytes()
-    needed = -(-needed_bytes(layout, settings, mesh, offload) // MIB)
+    needed = -(-held_bytes(layout, settings, mesh, offload) * len(mesh.local_devices) // MIB)
     return np.array([needed, -1 if available is None else available // MIB], np.int32)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from zero2jax.base.tables import readable_bytes
 from zero2jax.engine import Engine
+from zero2jax.offload.disk_space import NUM_STATES, held_bytes
 from zero2jax.offload.host_memory import state_bytes, transfer_bytes
 from zero2jax.planning.targets import Target
 from zero2jax.programs.formulas import MASTER, OPTIMIZER, PARAMETERS
@@ -24,6 +25,8 @@ class OffloadPlan:
       up_bytes: parameters that come back.
       num_devices: devices of one host.
       bytes_per_s: rate of the bus, of one device in one direction; None where it is not known.
+      disk_bytes: files of two states, the last one and that which is written; 0 where the state is in host memory.
+      held_bytes: with files, what of the state, gradients and copies is in host memory at a time; else 0.
     """
 
     master_bytes: int
@@ -34,10 +37,14 @@ class OffloadPlan:
     up_bytes: int
     num_devices: int
     bytes_per_s: float | None
+    disk_bytes: int = 0
+    held_bytes: int = 0
 
     @property
     def host_bytes(self) -> int:
-        """Host memory for one device: the state, and a step's gradients and copies."""
+        """Host memory for one device: the state, and a step's gradients and copies; or chunks of them."""
+        if self.disk_bytes:
+            return self.held_bytes
         return self.master_bytes + self.optimizer_bytes + self.down_bytes + self.up_bytes
 
     @property
@@ -64,6 +71,16 @@ class OffloadPlan:
             if self.transfer_s is None
             else f": {self.transfer_s:.3g} s at {(self.bytes_per_s or 0) / 1e9:.0f} GB/s"
         )
+        if self.disk_bytes:
+            disk, host = (text(size * self.num_devices) for size in (self.disk_bytes, self.host_bytes))
+            return [
+                f"on the disk per device: {text(self.disk_bytes)} (twice {held}), {disk} on a host of "
+                f"{self.num_devices}",
+                f"in host memory per device: {text(self.host_bytes)} (chunks of them), {host} on a host of "
+                f"{self.num_devices}",
+                f"over the bus per device and step: {text(self.down_bytes)} down, {text(self.up_bytes)} up{rate}; "
+                f"the disk and the update by the host's CPU come on top",
+            ]
         return [
             f"on the host per device: {text(self.host_bytes)} ({held}, {moved} gradients and copies), "
             f"{text(self.host_bytes * self.num_devices)} on a host of {self.num_devices}",
@@ -81,6 +98,7 @@ def offload_plan(
     masters, optimizer = state_bytes(engine.layout, engine.mesh)
     resident_masters, resident = state_bytes(engine.layout, engine.mesh, resident=True)
     down, up = transfer_bytes(engine.layout, settings, engine.mesh)
+    files = engine.offload.nvme_path is not None
     return OffloadPlan(
         master_bytes=masters,
         optimizer_bytes=optimizer,
@@ -90,4 +108,6 @@ def offload_plan(
         up_bytes=up,
         num_devices=min(devices_per_host, engine.mesh.size),
         bytes_per_s=target.host_bytes_per_s,
+        disk_bytes=NUM_STATES * (masters + optimizer) if files else 0,
+        held_bytes=held_bytes(engine.layout, settings, engine.mesh, engine.offload) if files else 0,
     )
