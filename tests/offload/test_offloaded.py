@@ -242,6 +242,14 @@ def test_a_host_without_room_is_refused_before_anything_is_placed(engines, monke
     )  # files that were read
     assert host_memory.available_bytes(tmp_path, tmp_path) == 3800
     assert host_memory.available_bytes(tmp_path / "none", tmp_path / "none") is None
+    # limits of the groups in between count, too
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("1:name=systemd:/x\n0::/job.slice/step.scope\n")
+    (tmp_path / "job.slice" / "step.scope").mkdir(parents=True)
+    for group, limit in (("job.slice", "2500"), ("job.slice/step.scope", "max")):
+        (tmp_path / group / "memory.max").write_text(limit)
+        (tmp_path / group / "memory.current").write_text("1000")
+    assert host_memory.available_bytes(tmp_path, tmp_path) == 1500
     rows, hosts = [(3, 8), (3, 8), (3, 8), (1, -1)], ["a", "a", "b", "c"]
     host_memory.check_hosts(rows, hosts)
     with pytest.raises(ValueError, match=r"memory of host a: .* 2 process\(es\) take 9.00 MiB, and 8.00 MiB"):

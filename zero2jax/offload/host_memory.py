@@ -54,14 +54,25 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
         limits += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
     except (OSError, ValueError, IndexError):
         pass
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        if limit != "max":
-            used = int((cgroup / "memory.current").read_text()) - _file_bytes(cgroup)
-            limits.append(int(limit) - used)
-    except (OSError, ValueError):
-        pass
+    for group in _groups(proc, cgroup):
+        try:
+            limit = (group / "memory.max").read_text().strip()
+            if limit != "max":
+                used = int((group / "memory.current").read_text()) - _file_bytes(group)
+                limits.append(int(limit) - used)
+        except (OSError, ValueError):
+            pass
     return min(limits, default=None)
+
+
+def _groups(proc: Path, cgroup: Path) -> list[Path]:
+    """The control groups that this process is in, from the root on: each may have a limit."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+        own = next(Path(line[3:].lstrip("/")) for line in lines if line.startswith("0::"))
+    except (OSError, StopIteration):
+        own = Path()
+    return [cgroup / parent for parent in reversed([own, *own.parents])]
 
 
 def _file_bytes(cgroup: Path) -> int:
