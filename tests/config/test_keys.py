@@ -9,6 +9,7 @@ from zero2jax.config.rules import key_values
 FROZEN = {
     Treatment.IMPLEMENTED: """
         zero_optimization.offload_optimizer.device zero_optimization.offload_optimizer.ratio
+        zero_optimization.offload_optimizer.device_bytes zero_optimization.offload_optimizer.delay_after
         zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_optimizer.buffer_count
         zero_optimization.offload_optimizer.pipeline_read zero_optimization.offload_optimizer.pipeline_write
         train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer.type

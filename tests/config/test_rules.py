@@ -283,3 +283,15 @@ def test_nvme_becomes_files_and_as_many_buffers_as_its_keys_say():
         assert (offload.nvme_path, offload.ratio, offload.buffer_count) == ("/x", 0.5, buffers)
     with pytest.raises(ConfigError, match=r"offload_optimizer.device = 'nvme': it needs nvme_path"):
         read_config(zero(stage=3, offload_optimizer={"device": "nvme"}))
+
+
+def test_a_budget_chooses_the_ratio_and_a_delay_is_passed_on():
+    block = {"device": "cpu", "device_bytes": 1000, "delay_after": 3}
+    offload = translate(read_config(zero(stage=2, offload_optimizer=block)), shards_from="").offload
+    assert (offload.ratio, offload.device_bytes, offload.delay_after) == ("auto", 1000, 3)
+    with pytest.raises(
+        ConfigError, match=r"device_bytes = 1000: it chooses the ratio, and the file gives one"
+    ):
+        read_config(zero(stage=3, offload_optimizer=block | {"ratio": 0.5}))
+    with pytest.raises(ConfigError, match=r"delay_after = 3: a step waits for its files"):
+        read_config(zero(stage=3, offload_optimizer=block | {"device": "nvme", "nvme_path": "/x"}))

@@ -39,6 +39,31 @@ def test_bytes_on_the_host_grow_with_the_ratio_and_come_near_it():
     assert max(abs(np.linspace(0.05, 1, 20) - shares)) <= largest / 2 + 0.05
 
 
+def test_the_smallest_ratio_that_fits_a_budget_is_chosen():
+    """Stage 3 on two devices, fp32: a leaf takes a copy where the host has it, else a master and two moments."""
+
+    def engine_with(device_bytes, **settings):
+        offload = zero2jax.OffloadSettings(
+            ratio="auto", device_bytes=device_bytes, host_devices=HOST, **settings
+        )
+        engine = make_engine(2, tx=optax.adam(1e-2), offload=offload, stage=3)
+        engine.abstract_state(make_params())
+        return engine.layout
+
+    sizes = [leaf.rest_bytes for leaf in engine_with(10**6).params.leaves]  # b, w, embed, norm, scale
+    stored = [3 * sum(sizes) - 2 * sum(sizes[:n]) for n in range(6)]
+    for n in range(1, 6):
+        for budget in (stored[n], stored[n - 1] - 1):
+            assert engine_with(budget).resident_params == frozenset(range(n, 5))
+    with pytest.raises(ValueError, match=r"still stores .* of parameters between steps, and device_bytes is"):
+        engine_with(stored[5] - 1)
+    with pytest.raises(ValueError, match="device_bytes"):  # two sets of copies
+        engine_with(stored[5], delay_after=1)
+    for wrong in ({"ratio": "auto"}, {"device_bytes": 5}):
+        with pytest.raises(ValueError, match="Give both or neither"):
+            zero2jax.OffloadSettings(**wrong)
+
+
 def test_half_of_the_state_on_the_host_trains_as_all_of_it_on_the_devices(tmp_path):
     half, plain = engine_of(0.5), engine_of(None)
     state, metrics = train(half, half.init(make_params()), make_batches(3))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from zero2jax.activations.layers import ActivationSettings
 from zero2jax.base.mesh import MODEL_AXIS
+from zero2jax.base.tables import readable_bytes
 from zero2jax.config.keys import KEYS, Treatment, key_of
 from zero2jax.config.reading import Source, read
 from zero2jax.config.rules import (
@@ -25,6 +26,7 @@ from zero2jax.config.rules import (
 from zero2jax.config.schema import FP16, ActivationCheckpointing, Config
 from zero2jax.config.translate import DTYPES, EngineSettings, activations_of, batch_of, translate
 from zero2jax.config.values import ConfigError, Report, shown
+from zero2jax.offload.settings import OffloadSettings
 
 # Wider than any model: shows the bucket sizes as the file has them.
 _NO_CAP = 1 << 62
@@ -219,7 +221,7 @@ def _effective(settings: EngineSettings, num_devices: int | None) -> dict[str, s
         path = settings.offload.nvme_path
         where = "host memory" if path is None else f"files below {path}"
         effective["masters and optimizer state"] = (
-            f"{settings.offload.ratio:.0%} in {where}, updated on the host's CPU"
+            f"{_ratio(settings.offload)} in {where}, updated on the host's CPU"
         )
     if "gradient_clipping" not in config.given:
         effective["gradient clipping"] += " (the key is absent; DeepSpeed since 0.19.3 would clip at 1.0)"
@@ -233,6 +235,12 @@ def _effective(settings: EngineSettings, num_devices: int | None) -> dict[str, s
         at_most = "at most the model, " if name.endswith("_bytes") else ""
         effective[f"on GPUs: {name}"] = f"{at_most}{shown(value)}"
     return effective
+
+
+def _ratio(offload: OffloadSettings) -> str:
+    if isinstance(offload.ratio, str):
+        return f"so much that a device stores {readable_bytes(offload.device_bytes or 0)} between steps"
+    return f"{offload.ratio:.0%}"
 
 
 def _batch(settings: EngineSettings, num_devices: int | None) -> str:

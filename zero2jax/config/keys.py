@@ -90,6 +90,8 @@ _IMPLEMENTED = {
             "pipeline_read": "with nvme, buffer_count buffers more, so that a chunk is read while another is updated",
             "pipeline_write": "with nvme, buffer_count buffers more, so that a chunk is written meanwhile",
             "ratio": "part of their bytes that the host has; the devices keep and update the other leaves",
+            "device_bytes": "not DeepSpeed's: the smallest ratio at which a device stores no more between steps",
+            "delay_after": "not DeepSpeed's: after so many steps updates run beside the next step, one step late",
         },
         "zero_optimization.offload_optimizer.",
     ),

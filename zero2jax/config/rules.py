@@ -146,6 +146,20 @@ def _zero_rules(config: Config, report: Report) -> None:
     if offload is not None and offload.ratio < 1.0 and zero.stage != 3:
         rule = f"a part of the optimizer on the host needs stage 3, the stage is {zero.stage}"
         report.error(f"{path}.offload_optimizer.ratio", offload.ratio, rule, "Use 1.0 or stage 3.")
+    if (
+        offload is not None
+        and offload.device_bytes is not None
+        and f"{path}.offload_optimizer.ratio" in config.given
+    ):
+        rule = "it chooses the ratio, and the file gives one"
+        report.error(
+            f"{path}.offload_optimizer.device_bytes", offload.device_bytes, rule, "Keep one of the two."
+        )
+    if offload_device(config) == "nvme" and offload and offload.delay_after is not None:
+        rule = "a step waits for its files, so its update cannot run beside the next"
+        report.error(
+            f"{path}.offload_optimizer.delay_after", offload.delay_after, rule, 'Use "cpu", or remove it.'
+        )
     if offload_device(config) == "nvme" and not (offload and offload.nvme_path):
         rule = "it needs nvme_path, a folder of a local disk"
         report.error(f"{path}.offload_optimizer.device", "nvme", rule, 'Give nvme_path, or use "cpu".')

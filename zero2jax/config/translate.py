@@ -110,11 +110,13 @@ def _offload(block: OffloadOptimizer | None) -> OffloadSettings | None:
     """What `offload_optimizer` asks for; None for all on the devices."""
     if block is None or block.device == "none" or block.ratio == 0:
         return None
+    budget: dict[str, Any] = {"ratio": "auto", "device_bytes": block.device_bytes}
+    common = (budget if block.device_bytes else {"ratio": block.ratio}) | {"delay_after": block.delay_after}
     if block.device == "cpu":
-        return OffloadSettings(ratio=block.ratio)
+        return OffloadSettings(**common)
     # what is read ahead and what is written behind has buffers of its own
     buffers = max(1, block.buffer_count) * (1 + block.pipeline_read + block.pipeline_write)
-    return OffloadSettings(ratio=block.ratio, nvme_path=block.nvme_path, buffer_count=buffers)
+    return OffloadSettings(**common, nvme_path=block.nvme_path, buffer_count=buffers)
 
 
 def _loss_scale(block: FP16) -> LossScale | None:

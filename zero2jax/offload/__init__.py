@@ -24,7 +24,9 @@ The files, in reading order:
   parts         which leaves can be updated apart from the others
   chunks        the host's half, a chunk of leaves at a time
   residents     which leaves stay on the devices, if not all go to the host
+  auto_ratio    how much the host must take, from a budget
   offloaded     both jitted, and what moves between them; stands in for `zero.compiled.Compiled`
+  delayed       the update beside the next step, which uses parameters one update older
   rates         measured bandwidths, and what offloading adds to a step
   disk_files    files that are written once and checksummed, in a locked folder of the process
   disk_arrays   what stands for a leaf whose shards are files

@@ -62,6 +62,7 @@ class ChunkedUpdate:
       shardings: of its results.
       complete: whether copies are made, and what belongs to no part: shared leaves of the state, the learning rate.
       options: for the compiler.
+      in_flight: how many parts' gradients and copies may be in host memory at a time; None for all, waiting for none.
 
     Attributes:
       shared: indices of arguments, leaves of the state, that all parts read.
@@ -75,7 +76,9 @@ class ChunkedUpdate:
         *,
         complete: bool,
         options: Mapping[str, Any],
+        in_flight: int | None = IN_FLIGHT,
     ):
+        self._in_flight = in_flight
         self._flat, self._shardings, self._complete = flat, shardings, complete
         self.shared = [flat.num_params + j for j in split.shared]
         more = [*self.shared, *range(flat.copies_at + flat.num_params, flat.num_results)]
@@ -119,7 +122,7 @@ class ChunkedUpdate:
         results: dict[int, Any] = {}
         in_flight: collections.deque[list[jax.Array]] = collections.deque()
         for k in range(len(self._parts)):
-            if len(in_flight) == IN_FLIGHT:
+            if len(in_flight) == self._in_flight:
                 jax.block_until_ready(in_flight.popleft())
             made, sent = self.update_part(k, values, sums, down, up)
             if self._complete:

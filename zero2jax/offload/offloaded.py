@@ -38,7 +38,7 @@ class Offloaded(Compiled):
         self._halves = HostStep(program, program.layout.host)
         resident = program.layout.resident_params
         self._moving = [i for i in range(len(program.layout.trained_params.leaves)) if i not in resident]
-        self._copies = _Copies()
+        self._copies = CopiesOf()
 
     @property
     def step(self) -> "OffloadedStep":
@@ -79,7 +79,15 @@ class Offloaded(Compiled):
         copies = self._copies.of(trained)
         if copies is None:
             copies = self._sent_up(trained)
-            self.keep_copies(trained, copies)
+            self._copies.keep(trained, copies)
+        return self._with_copies(state, copies)
+
+    def for_step(self, state: TrainState) -> TrainState:
+        """What the loss of a step needs of it."""
+        return self.on_devices(state)
+
+    def _with_copies(self, state: TrainState, copies: list[jax.Array]) -> TrainState:
+        trained = jax.tree.leaves(self.layout.trained(state.params))
         seen = dict(enumerate(trained)) | dict(zip(self._moving, copies, strict=True))
         copies = [seen[i] for i in range(len(trained))]
         params = merge(copies, state.params, self.layout.trainable)
@@ -92,7 +100,7 @@ class Offloaded(Compiled):
         there = jax.tree.leaves(self.layout.trained_params.shardings(self._program.mesh))
         return moved(self._cast(home), [there[i] for i in self._moving])
 
-    def keep_copies(self, masters: list[jax.Array], copies: list[jax.Array]) -> None:
+    def after_step(self, masters: list[jax.Array], copies: list[jax.Array]) -> None:
         """Remember copies on the devices for as long as their masters are those of the state."""
         self._copies.keep(masters, copies)
 
@@ -180,7 +188,7 @@ class OffloadedStep:
         """See `Engine.step`."""
         layout, functions = self._layout, self._functions
         home = self._at_home(state)
-        there = functions.on_devices(state)
+        there = functions.for_step(state)
         sums, handed, kept, metrics = self.reduce(*_apart(there, layout.trainable), batch, loss_args)
         del there
         if self.rates is not None:
@@ -206,7 +214,7 @@ class OffloadedStep:
             if not x.is_deleted():
                 x.delete()
         trained, opt_leaves = ([results[i] for i in range(*ends)] for ends in ((0, num), (num, at)))
-        functions.keep_copies(trained, [results[at + i] for i in range(num) if at + i in results])
+        functions.after_step(trained, [results[at + i] for i in range(num) if at + i in results])
         rate = results.get(at + num)
         if rate is not None:
             (rate,) = moved([rate], [self._on_devices])
@@ -301,7 +309,7 @@ def _joined(trained: list[Any], frozen: list[Any], trainable: tuple[bool, ...]) 
     return [next(of[t]) for t in trainable]
 
 
-class _Copies:
+class CopiesOf:
     """What was sent up last, known by the very arrays that it was made of: other parameters are sent up anew."""
 
     def __init__(self) -> None:
@@ -309,13 +317,16 @@ class _Copies:
         self._copies: list[jax.Array] = []
 
     def of(self, masters: list[jax.Array]) -> list[jax.Array] | None:
+        """What was kept for these very arrays; None for others."""
         same = len(masters) == len(self._masters) and all(
             ref() is x for ref, x in zip(self._masters, masters, strict=True)
         )
         return self._copies if same else None
 
     def keep(self, masters: list[jax.Array], copies: list[jax.Array]) -> None:
+        """Keep copies in the place of what was kept."""
         self._masters, self._copies = [weakref.ref(x) for x in masters], copies
 
     def forget(self) -> None:
+        """Keep nothing."""
         self._masters, self._copies = [], []

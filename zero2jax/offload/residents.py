@@ -8,8 +8,24 @@ import jax.numpy as jnp
 
 from zero2jax.offload.chunks import Flat
 from zero2jax.offload.host_step import Handed, HostStep
+from zero2jax.offload.parts import Split
 from zero2jax.zero.state import Layout
 from zero2jax.zero.step import StepProgram
+
+
+def update_split(program: StepProgram) -> Split:
+    """The parts of the update of a program whose layout has a host."""
+    layout, settings, home = program.layout, program.settings, program.layout.host
+    assert home is not None
+    shapes = layout.abstract_state(program.mesh)
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    handed: Any = (scalar, scalar, jax.ShapeDtypeStruct((), jnp.bool_), scalar)
+    sums = [
+        jax.ShapeDtypeStruct(settings.plan.leaves[i].rest_shape, settings.gradient_dtype(i))
+        for i in settings.trained
+    ]
+    args = (layout.trained(shapes.params), shapes.opt_state, sums, Handed(*handed), dict[str, Any]())
+    return Flat.of(HostStep(program, home).update, args).split()
 
 
 def with_residents(program: StepProgram, ratio: float) -> Layout:
@@ -20,18 +36,10 @@ def with_residents(program: StepProgram, ratio: float) -> Layout:
     Raises:
       ValueError: the optimizer ties all leaves together, so there is no part.
     """
-    layout, settings, home = program.layout, program.settings, program.layout.host
-    if ratio == 1 or home is None:
+    layout = program.layout
+    if ratio == 1 or layout.host is None:
         return layout
-    shapes = layout.abstract_state(program.mesh)
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    handed: Any = (scalar, scalar, jax.ShapeDtypeStruct((), jnp.bool_), scalar)
-    sums = [
-        jax.ShapeDtypeStruct(settings.plan.leaves[i].rest_shape, settings.gradient_dtype(i))
-        for i in settings.trained
-    ]
-    args = (layout.trained(shapes.params), shapes.opt_state, sums, Handed(*handed), dict[str, Any]())
-    whole = Flat.of(HostStep(program, home).update, args).split()
+    whole = update_split(program)
     param_bytes = [leaf.rest_bytes for leaf in layout.trained_params.leaves]
     state_bytes = [leaf.rest_bytes for leaf in layout.opt_state.leaves]
     if len(whole.parts) < 2:
