@@ -68,14 +68,14 @@ def delayed():
 
 
 @pytest.mark.parametrize("delay_after", [0, 2])
-def test_each_gradient_is_one_update_older_after_the_warm_up(delay_after, delayed):
-    engine = delayed if delay_after == 2 else engine_of(0)
-    batches = make_batches(6)
-    state, metrics = train(engine, engine.init(make_params()), batches)
+def test_each_gradient_is_one_update_older_after_the_warm_up(delay_after, delayed, monkeypatch):
+    state, batches = delayed.init(make_params()), make_batches(6)
+    monkeypatch.setattr(delayed.functions, "_delay_after", delay_after)
+    state, metrics = train(delayed, state, batches)
     params, losses = simulated(batches, delay_after)
     # sums over two devices are added in another order
     np.testing.assert_allclose([float(m["loss"]) for m in metrics], losses, rtol=1e-5)
-    assert_trees_close(jax.tree.map(np.asarray, engine.params(state)), params, rtol=1e-4, atol=1e-5)
+    assert_trees_close(jax.tree.map(np.asarray, delayed.params(state)), params, rtol=1e-4, atol=1e-5)
     _, not_delayed = simulated(batches, 100)
     assert abs(losses[-1] - not_delayed[-1]) > 1e-3  # so that it would be seen
 

@@ -10,6 +10,7 @@ from helpers import make_batch, make_params, mean_loss
 from plan_program import LAYERS, WIDTH, N, needs_compiler, program
 
 import zero2jax
+from zero2jax.base.tables import readable_bytes
 from zero2jax.planning.offload_plan import offload_plan
 from zero2jax.planning.targets import get_target
 
@@ -58,6 +59,8 @@ def test_a_step_for_an_h200_has_no_optimizer_state_in_device_memory_and_fits_whe
     assert on.rest_bytes == 2 * ELEMENTS + batch + scalars
     assert off.rest_bytes == 12 * ELEMENTS + 4 + batch + scalars
     assert {row.name: row.peak_bytes for row in on.by_class}["optimizer state"] == 0
+    assert on.device_bytes == on.headroom_bytes + 2 * ELEMENTS
+    assert f"a device may store {readable_bytes(on.device_bytes)} (" in str(on)
     assert on.total_bytes + 8 * ELEMENTS < off.total_bytes
     assert on.offload.transfer_s == pytest.approx(4 * ELEMENTS / (0.8 * 34359738368))
     between = (on.total_bytes + off.total_bytes) // 2

@@ -21,7 +21,8 @@ def reopen_state(engine: Engine, params: PyTree) -> TrainState:
 
     Args:
       engine: built as the engine of that run, on a mesh of as many processes.
-      params: parameters, of whose leaves those that are frozen are taken; for the others shapes are enough.
+      params: parameters, of whose leaves those that are frozen are taken, as they are given: what a loss has stored in
+        them since is not in the files. For the others shapes are enough.
 
     Raises:
       ValueError: the engine keeps no files.

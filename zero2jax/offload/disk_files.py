@@ -11,7 +11,6 @@ who has mapped a file may go on reading it when it is gone from the folder.
 import concurrent.futures
 import contextlib
 import errno
-import fcntl
 import gc
 import itertools
 import mmap
@@ -22,7 +21,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +38,7 @@ class OffloadFileError(RuntimeError):
 
 
 class DiskFile:
-    """A file that is complete: deleted when nobody has this object any more, unless the process ends before.
+    """A file that is complete.
 
     Attributes:
       path: where it is.
@@ -49,7 +48,13 @@ class DiskFile:
 
     def __init__(self, path: Path, num_bytes: int, crc32: int):
         self.path, self.num_bytes, self.crc32 = path, num_bytes, crc32
-        weakref.finalize(self, _delete, path).atexit = False
+        self._owned = False
+
+    def own(self) -> None:
+        """From now on, delete it when nobody has this object any more, unless the process ends before."""
+        if not self._owned:
+            self._owned = True
+            weakref.finalize(self, _delete_own, self.path, os.getpid()).atexit = False
 
     def check_size(self) -> None:
         """Raise an OffloadFileError if it is gone or has another size."""
@@ -128,6 +133,7 @@ class Folder:
 
     Attributes:
       path: the folder.
+      files: those that somebody has, by name.
       reads, writes: what the threads moved.
 
     Raises:
@@ -136,6 +142,7 @@ class Folder:
 
     def __init__(self, root: str | os.PathLike[str], process_index: int, num_processes: int):
         self.path = Path(root).absolute() / f"process-{process_index}-of-{num_processes}"
+        self.files: weakref.WeakValueDictionary[str, DiskFile] = weakref.WeakValueDictionary()
         self.reads, self.writes = Meter(), Meter()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -161,11 +168,18 @@ class Folder:
         )
         self._numbers = itertools.count(1 + max(map(_number, self.path.iterdir()), default=0))
 
-    def clear(self) -> None:
-        """Delete what an earlier run left."""
+    def clear(self, keep: Container[str] = ()) -> None:
+        """Delete what an earlier run left: what nobody has, and is not named."""
         for path in self.path.iterdir():
-            if path.name != "lock":
+            if path.name != "lock" and path.name not in keep and path.name not in self.files:
                 path.unlink(missing_ok=True)
+
+    def file(self, name: str, num_bytes: int, crc32: int) -> DiskFile:
+        """A file that is there, as it was written."""
+        found = self.files.get(name)
+        if found is None:
+            found = self.files[name] = DiskFile(self.path / name, num_bytes, crc32)
+        return found
 
     def write(self, name: str, data: Callable[[], np.ndarray]) -> "concurrent.futures.Future[DiskFile]":
         """Begin to write an array's bytes to a new file.
@@ -198,7 +212,9 @@ class Folder:
             except OSError as error:
                 _delete(path)
                 raise OffloadFileError(_cannot_write(path, view.nbytes, error)) from error
-        return DiskFile(path, view.nbytes, _sum(view))
+        file = self.file(path.name, view.nbytes, _sum(view))
+        file.own()
+        return file
 
     def _read(self, file: DiskFile) -> np.ndarray:
         file.check_size()
@@ -216,6 +232,8 @@ class Folder:
 
 def _locked(lock: int) -> bool:
     """Take a lock, if need be from an engine of this process that nobody has any more."""
+    import fcntl  # not on Windows, which can do all else
+
     for attempt in range(2):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -282,6 +300,11 @@ def _aligned(num_bytes: int) -> np.ndarray:
     memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return memory[start : start + num_bytes]
+
+
+def _delete_own(path: Path, process: int) -> None:
+    if os.getpid() == process:  # and not a fork of it
+        _delete(path)
 
 
 def _delete(path: Path) -> None:

@@ -159,16 +159,15 @@ class StateFiles:
                 f"{'' if step < 0 else step}, which a step leaves behind. Restore a checkpoint."
             )
         entries = self._record(folder.path / f"state-{step}.json")
-        known = {name: file for files in self._complete.values() for name, file in files.items()}
         values, files = [], dict[str, DiskFile]()
         for leaf, entry in zip(self.leaves, entries, strict=True):
-            value, its_files = self._value(leaf, entry, known)
+            value, its_files = self._value(leaf, entry)
             values.append(value)
             files |= its_files
         folder.check(files.values())
-        for path in folder.path.iterdir():
-            if path.name not in files | known and path.name not in ("lock", f"state-{step}.json"):
-                path.unlink()
+        for file in files.values():
+            file.own()
+        folder.clear(keep=[f"state-{step}.json"])
         self._used, self._complete = True, {step: files}
         return values
 
@@ -202,9 +201,7 @@ class StateFiles:
             )
         return record["leaves"]  # type: ignore[no-any-return]
 
-    def _value(
-        self, leaf: StoredLeaf, entry: dict[str, Any], known: dict[str, DiskFile]
-    ) -> tuple[Any, dict[str, DiskFile]]:
+    def _value(self, leaf: StoredLeaf, entry: dict[str, Any]) -> tuple[Any, dict[str, DiskFile]]:
         """What a record says of a leaf, and the files of it."""
         if "value" in entry:
             data = np.frombuffer(bytes.fromhex(entry["value"]), leaf.rest.dtype).reshape(leaf.rest.shape)
@@ -213,9 +210,8 @@ class StateFiles:
             return None, {}
         boxes: dict[Box, DiskFile] = {}
         for file in entry["files"]:
-            name = file["name"]
             box = tuple((start, stop) for start, stop in file["box"])
-            boxes[box] = known.get(name) or DiskFile(self.folder.path / name, file["bytes"], file["crc32"])
+            boxes[box] = self.folder.file(file["name"], file["bytes"], file["crc32"])
         array = DiskArray(self.folder, leaf.rest.shape, leaf.rest.dtype, leaf.rest.sharding, boxes)  # type: ignore[arg-type]
         return array, {file.path.name: file for file in boxes.values()}
 

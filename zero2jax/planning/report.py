@@ -12,7 +12,7 @@ from zero2jax.planning.offload_plan import OffloadPlan
 from zero2jax.planning.picture import Bar, Picture
 from zero2jax.planning.targets import Target
 from zero2jax.programs.audit import Audit, CollectiveRow
-from zero2jax.programs.formulas import CLASSES, Formula
+from zero2jax.programs.formulas import CLASSES, MASTER, OPTIMIZER, PARAMETERS, Formula
 from zero2jax.programs.liveness import Lifetimes
 from zero2jax.programs.overlap import Overlap, Timeline
 from zero2jax.programs.products import Product
@@ -117,6 +117,14 @@ class PlanReport:
         return None if self.usable_bytes is None else self.usable_bytes - self.total_bytes
 
     @property
+    def device_bytes(self) -> int | None:
+        """What a device may store of parameters, masters and optimizer state between steps, for a `ratio` of "auto":
+        usable memory without all else that the peak holds.
+        """
+        stored = sum(row.rest_bytes for row in self.by_class if row.name in (MASTER, OPTIMIZER, PARAMETERS))
+        return None if self.headroom_bytes is None else self.headroom_bytes + stored
+
+    @property
     def fits(self) -> bool | None:
         """Whether the step fits; None where the target's memory is not known."""
         return None if self.headroom_bytes is None else self.headroom_bytes >= 0
@@ -174,6 +182,7 @@ class PlanReport:
             "memory_fraction": self.memory_fraction,
             "usable_bytes": self.usable_bytes,
             "headroom_bytes": self.headroom_bytes,
+            "device_bytes": self.device_bytes,
             "fits": self.fits,
             "by_class": {row.name: dataclasses.asdict(row) for row in self.by_class},
             "live_peak_bytes": self.lifetimes.peak.total_bytes,
@@ -245,7 +254,11 @@ class PlanReport:
         rows.append(("packing by the compiler", "-", readable_bytes(packing), "-", "total less live bytes"))
         total = (readable_bytes(self.rest_bytes), readable_bytes(self.total_bytes))
         rows.append(("total", *total, "-", "the compiler's allocation"))
-        return [*aligned(rows, right=(1, 2, 3)), *(self.offload.lines() if self.offload else ())]
+        lines = [*aligned(rows, right=(1, 2, 3)), *(self.offload.lines() if self.offload else ())]
+        if self.offload and self.device_bytes is not None:
+            room = f"{readable_bytes(self.device_bytes)} ({self.device_bytes} bytes)"
+            lines.append(f"a device may store {room} between steps: device_bytes chooses a ratio by that")
+        return lines
 
     def _largest_lines(self) -> list[str]:
         rows = [("largest at peak", "tensor", "class", "computed by", "in")]
