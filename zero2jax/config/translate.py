@@ -13,6 +13,7 @@ from zero2jax.activations.layers import ActivationSettings
 from zero2jax.base.mesh import MODEL_AXIS, DataAxes
 from zero2jax.base.pytrees import LeafPredicate
 from zero2jax.config.compiler_options import Option, compiler_options
+from zero2jax.config.rules import param_device
 from zero2jax.config.schema import FP16, ActivationCheckpointing, Config
 from zero2jax.config.values import ConfigError
 from zero2jax.offload.settings import OffloadSettings
@@ -105,7 +106,7 @@ def translate(
     block = zero.offload_optimizer
     offload = None
     if block is not None and block.device != "none" and block.ratio > 0:
-        offload = OffloadSettings(ratio=block.ratio)
+        offload = OffloadSettings(ratio=block.ratio, params=param_device(config) == "cpu")
     return EngineSettings(config=config, step=step, offload=offload, activations=activations_of(config))
 
 

@@ -10,9 +10,8 @@ from jax.sharding import NamedSharding
 
 from zero2jax.base import jaxprs
 from zero2jax.base.pytrees import PyTree
+from zero2jax.offload.host_memory import IN_FLIGHT
 from zero2jax.offload.parts import Part, Split, split_update
-
-_IN_FLIGHT = 2  # chunks whose gradients and copies are in host memory
 
 Move = Callable[[tuple[int, ...], list[jax.Array]], list[jax.Array]]
 """(indices of parameters, an array of each) -> the arrays elsewhere."""
@@ -117,7 +116,7 @@ class ChunkedUpdate:
         results: dict[int, Any] = {}
         in_flight: collections.deque[list[jax.Array]] = collections.deque()
         for part, program in self._parts:
-            if len(in_flight) == _IN_FLIGHT:
+            if len(in_flight) == IN_FLIGHT:
                 jax.block_until_ready(in_flight.popleft())
             grads = [sums[i] for i in part.params]
             for i, x in zip(part.params, grads if down is None else down(part.params, grads), strict=True):

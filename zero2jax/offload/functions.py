@@ -1,24 +1,41 @@
 """What offloading makes of an engine: its layout, and its functions. On shapes; nothing is placed."""
 
+import dataclasses
+
 from zero2jax.offload.offloaded import Offloaded
 from zero2jax.offload.residents import with_residents
 from zero2jax.offload.settings import OffloadSettings
+from zero2jax.offload.streamed import Streamed
 from zero2jax.zero.compiled import Compiled, CompilerOptions
 from zero2jax.zero.state import Layout
 from zero2jax.zero.step import StepProgram
 
 
 def offloaded_layout(program: StepProgram, settings: OffloadSettings) -> Layout:
-    """The program's layout, with what stays on the devices.
+    """The program's layout: which memory holds what, and what stays on the devices.
 
     Raises:
-      ValueError: as `with_residents`.
+      ValueError: as `with_residents`; parameters are to lie on the host, and the step is not one of stage 3.
     """
-    return with_residents(program, settings.ratio)
+    step = program.settings.step
+    if settings.params and (step.stage != 3 or step.axes.rest_over_replicas):
+        found = f"at stage {step.stage}" if step.stage != 3 else "with shard_over_replicas"
+        raise ValueError(
+            f"offloading parameters (OffloadSettings(params=True)) {found}: each is fetched and gathered where it is "
+            f"used, which stage 3 does, and the shards of a group lie in its own devices' hosts. Use stage=3, without "
+            f"shard_over_replicas, or params=False."
+        )
+    layout = dataclasses.replace(
+        program.layout, pinned_state=settings.update_on == "device", pinned_params=settings.params
+    )
+    return with_residents(dataclasses.replace(program, layout=layout), settings.ratio)
 
 
 def functions_of(
     program: StepProgram, options: CompilerOptions, settings: OffloadSettings | None
 ) -> Compiled:
     """The functions of an engine that offloads as its settings say, or not at all."""
-    return Compiled(program, options) if settings is None else Offloaded(program, options, settings)
+    if settings is None:
+        return Compiled(program, options)
+    kind = Streamed if settings.update_on == "device" else Offloaded
+    return kind(program, options, settings)
