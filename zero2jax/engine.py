@@ -91,7 +91,7 @@ class Engine:
       shard_over_replicas: on a mesh with an axis `replica`, shard the state at rest over that axis too, instead of
         keeping a copy of it in each group of devices; see `zero2jax.base.mesh.DataAxes`.
       activations: what is saved of the loss function's layers for backward, and where; None leaves it to the loss.
-      offload: store masters and optimizer state in host memory and update them there; None keeps them on the devices.
+      offload: what is stored in host memory, and where it is updated; None keeps all of it on the devices.
       compiler_options: for the compilation of this step alone, as for `jax.jit`; or a function that makes them
         from the shard plan of the parameters.
 
@@ -382,7 +382,10 @@ class Engine:
         return from_host(state, self.layout, self.mesh)
 
     def lower(self, batch: PyTree, *, loss_args: LossArgs = None) -> jax.stages.Lowered:
-        """The step lowered for a batch of these shapes (arrays or shapes), to compile, count and audit."""
+        """The step lowered for a batch of these shapes (arrays or shapes), to compile, count and audit.
+
+        Of an engine whose state is updated on the host, the half that runs on the devices: gradients, norm and verdict.
+        """
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         with self._running():
             return self._compiled.step.lower(*self._abstract(batch, loss_args), {})  # type: ignore[no-any-return]
@@ -394,7 +397,8 @@ class Engine:
         with self._running():
             gradients = jax.jit(program.gradients).lower(*self._abstract(batch, loss_args)).compile()
         compiled = self.lower(batch, loss_args=loss_args).compile()
-        return measure_memory(state, compiled, gradients, self.layout, program.settings, self.mesh)
+        seen = self._compiled.on_devices(state)
+        return measure_memory(state, seen, compiled, gradients, self.layout, program.settings, self.mesh)
 
     def activation_profile(self, batch: PyTree, *, loss_args: LossArgs = None) -> ActivationProfile:
         """Time and bytes of each kind of checkpointed segment, one microbatch of a batch of these shapes at a time.

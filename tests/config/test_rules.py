@@ -189,7 +189,10 @@ def test_offload_param_below_stage_3_warns_and_is_ignored():
     config = read_config(zero(stage=2, offload_param={"device": "cpu"}))
     assert any("offload_param is ignored at stage 2" in note for note in config.notes)
     assert not_yet(config) == []
-    assert not_yet(read_config(zero(stage=3, offload_param={"device": "cpu"})))
+    assert not_yet(read_config(zero(stage=3, offload_param={"device": "nvme"})))
+    alone = read_config(zero(stage=3, offload_param={"device": "cpu"}))
+    assert not_yet(alone) == []
+    assert any("offload_param without offload_optimizer moves nothing" in note for note in alone.notes)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -223,6 +223,8 @@ def _effective(settings: EngineSettings, num_devices: int | None) -> dict[str, s
         effective["masters and optimizer state"] = (
             f"{_ratio(settings.offload)} in {where}, updated on the host's CPU"
         )
+        if settings.offload.params:
+            effective["parameters"] = f"{compute}, in pinned host memory, fetched where they are used"
     if "gradient_clipping" not in config.given:
         effective["gradient clipping"] += " (the key is absent; DeepSpeed since 0.19.3 would clip at 1.0)"
     if config.bf16.enabled:

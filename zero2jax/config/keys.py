@@ -38,7 +38,7 @@ _STAGE3 = "gathers follow the program and its remat policy, not a size"
 _POINT_OF_USE = "parameters are gathered where they are used, modules are unknown"
 _DIVISION = "without reduce-scatter the mean is the same, only the order of the division differs"
 _TORCH = "chooses between torch implementations of the same update"
-_WITH_OFFLOAD = "with the offload device"
+_WITH_NVME = "with the offload device nvme"
 _WITH_MONITOR = "with this monitor"
 _CHECKPOINT = "the step writes no checkpoint"
 _OTHER = "changes the training itself and has no counterpart"
@@ -94,6 +94,11 @@ _IMPLEMENTED = {
             "delay_after": "not DeepSpeed's: after so many steps updates run beside the next step, one step late",
         },
         "zero_optimization.offload_optimizer.",
+    ),
+    **_table(
+        Treatment.IMPLEMENTED,
+        {"device": "cpu: at stage 3, 16-bit parameters in pinned host memory, fetched where they are used"},
+        "zero_optimization.offload_param.",
     ),
     **_table(
         Treatment.IMPLEMENTED,
@@ -202,6 +207,11 @@ _NO_EFFECT = {
     ),
     **_table(
         Treatment.NO_EFFECT,
+        {"pin_memory": "parameters in host memory are pinned"},
+        "zero_optimization.offload_param.",
+    ),
+    **_table(
+        Treatment.NO_EFFECT,
         {
             "optimizer.legacy_fusion": _TORCH,
             "optimizer.params.torch_adam": _TORCH,
@@ -256,12 +266,10 @@ _NOT_YET = {
     **_table(
         Treatment.NOT_YET,
         {
-            "device": "parameters outside device memory; below stage 3 DeepSpeed ignores the block",
-            "nvme_path": _WITH_OFFLOAD,
-            "buffer_count": _WITH_OFFLOAD,
-            "buffer_size": _WITH_OFFLOAD,
-            "max_in_cpu": _WITH_OFFLOAD,
-            "pin_memory": _WITH_OFFLOAD,
+            "nvme_path": _WITH_NVME,
+            "buffer_count": _WITH_NVME,
+            "buffer_size": _WITH_NVME,
+            "max_in_cpu": _WITH_NVME,
         },
         "zero_optimization.offload_param.",
     ),

@@ -173,6 +173,11 @@ def _zero_rules(config: Config, report: Report) -> None:
         report.notes.append(
             f"{path}.offload_param is ignored at stage {zero.stage}, as in DeepSpeed: it needs stage 3."
         )
+    if param_device(config) == "cpu" and (offload is None or offload.device == "none" or offload.ratio == 0):
+        report.notes.append(
+            f"{path}.offload_param without offload_optimizer moves nothing: what the loss gathers are shards of the "
+            f"fp32 masters, which the devices keep for the update; there are no others."
+        )
     if zero.elastic_checkpoint and zero.stage == 3:
         report.notes.append(f"{path}.elastic_checkpoint is not available at stage 3 in DeepSpeed either.")
 
@@ -236,16 +241,23 @@ def _not_yet(config: Config) -> Iterator[tuple[str, str]]:
             asked = getattr(config, block).enabled and asked
         elif block == "zero_optimization.offload_optimizer":
             asked = asked and offload_device(config) != "none" and name == "super_offload"
-        elif block == "zero_optimization.offload_param":
-            asked = value != default and config.zero_optimization.stage == 3
         if asked:
             yield path, f"{path} = {shown(value)}: {KEYS[path].becomes}"
+    if param_device(config) == "nvme":
+        path = "zero_optimization.offload_param.device"
+        yield path, f"{path} = 'nvme': parameters on local disks"
 
 
 def offload_device(config: Config) -> str:
     """Where `offload_optimizer` puts the optimizer state: "none", "cpu" or "nvme"."""
     block = config.zero_optimization.offload_optimizer
     return "none" if block is None else block.device
+
+
+def param_device(config: Config) -> str:
+    """Where `offload_param` puts parameters: "none" below stage 3, as in DeepSpeed, "cpu" or "nvme"."""
+    zero = config.zero_optimization
+    return "none" if zero.offload_param is None or zero.stage < 3 else zero.offload_param.device
 
 
 def open_rates(config: Config) -> list[str]:

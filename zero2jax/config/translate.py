@@ -13,6 +13,7 @@ from zero2jax.activations.layers import ActivationSettings
 from zero2jax.base.mesh import MODEL_AXIS, DataAxes
 from zero2jax.base.pytrees import LeafPredicate
 from zero2jax.config.compiler_options import Option, compiler_options
+from zero2jax.config.rules import param_device
 from zero2jax.config.schema import FP16, ActivationCheckpointing, Config, OffloadOptimizer
 from zero2jax.config.values import ConfigError
 from zero2jax.offload.settings import OffloadSettings
@@ -102,16 +103,19 @@ def translate(
         seed=seed,
         axes=axes,
     )
-    offload = _offload(zero.offload_optimizer)
+    offload = _offload(zero.offload_optimizer, params=param_device(config) == "cpu")
     return EngineSettings(config=config, step=step, offload=offload, activations=activations_of(config))
 
 
-def _offload(block: OffloadOptimizer | None) -> OffloadSettings | None:
+def _offload(block: OffloadOptimizer | None, *, params: bool) -> OffloadSettings | None:
     """What `offload_optimizer` asks for; None for all on the devices."""
     if block is None or block.device == "none" or block.ratio == 0:
         return None
     budget: dict[str, Any] = {"ratio": "auto", "device_bytes": block.device_bytes}
-    common = (budget if block.device_bytes else {"ratio": block.ratio}) | {"delay_after": block.delay_after}
+    common = (budget if block.device_bytes else {"ratio": block.ratio}) | {
+        "delay_after": block.delay_after,
+        "params": params,
+    }
     if block.device == "cpu":
         return OffloadSettings(**common)
     # what is read ahead and what is written behind has buffers of its own

@@ -37,9 +37,9 @@ def stored_bytes(program: StepProgram, split: Split, num_copies: int = 1) -> lis
     """What a device stores between steps, if the host has the first part of the update, the first two, and so on."""
     layout, settings = program.layout, program.settings
     leaves = layout.trained_params.leaves
-    masters = [leaf.rest_bytes // leaf.num_model_shards(program.mesh) for leaf in leaves]
+    masters = [leaf.device_bytes(program.mesh) for leaf in leaves]
     frozen = sum(
-        leaf.rest_bytes // leaf.num_model_shards(program.mesh)
+        leaf.device_bytes(program.mesh)
         for leaf, trained in zip(layout.params.leaves, layout.trainable, strict=True)
         if not trained
     )
@@ -56,7 +56,7 @@ def stored_bytes(program: StepProgram, split: Split, num_copies: int = 1) -> lis
 
 def _part_bytes(layout: Layout, split: Split, program: StepProgram) -> list[int]:
     """Masters and optimizer state of each part, per device."""
-    size = lambda leaf: leaf.rest_bytes // leaf.num_model_shards(program.mesh)
+    size = lambda leaf: leaf.device_bytes(program.mesh)
     params, state = layout.trained_params.leaves, layout.opt_state.leaves
     return [
         sum(size(params[i]) for i in p.params) + sum(size(state[j]) for j in p.state) for p in split.parts

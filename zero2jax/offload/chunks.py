@@ -10,9 +10,8 @@ from jax.sharding import NamedSharding
 
 from zero2jax.base import jaxprs
 from zero2jax.base.pytrees import PyTree
+from zero2jax.offload.host_memory import IN_FLIGHT
 from zero2jax.offload.parts import Part, Split, split_update
-
-IN_FLIGHT = 2  # chunks whose gradients and copies are in host memory
 
 Move = Callable[[tuple[int, ...], list[jax.Array]], list[jax.Array]]
 """(indices of parameters, an array of each) -> the arrays elsewhere."""

@@ -94,7 +94,7 @@ class DiskOffloaded(Offloaded):
     def _sent_up(self, trained: Sequence[Any]) -> list[jax.Array]:
         """A leaf at a time."""
         sent: list[jax.Array] = []
-        there = jax.tree.leaves(self.layout.trained_params.shardings(self._program.mesh))
+        there = self.layout.copies(self._program.mesh)
         homes = self.layout.homes(self._program.mesh)[0]
         for i in self._moving:
             (home,) = moved([_in_memory(trained[i])], [homes[i]])

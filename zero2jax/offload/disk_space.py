@@ -12,7 +12,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zero2jax.base.tables import readable_bytes
-from zero2jax.offload.host_memory import MIB, available_bytes, state_bytes, transfer_bytes
+from zero2jax.offload.host_memory import (
+    MIB,
+    available_bytes,
+    pinned_param_bytes,
+    state_bytes,
+    transfer_bytes,
+)
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.zero.gradient_settings import GradientSettings
 from zero2jax.zero.state import Layout
@@ -31,10 +37,11 @@ def num_chunks(settings: OffloadSettings, master_bytes: int, moment_bytes: int) 
 def held_bytes(layout: Layout, settings: GradientSettings, mesh: Mesh, offload: OffloadSettings) -> int:
     """Host memory for one device: the chunks that are in it, their gradients and copies."""
     masters, moments = state_bytes(layout, mesh)
-    largest = max((leaf.rest_bytes for leaf in layout.trained_params.leaves), default=0)
+    largest = max((leaf.device_bytes(mesh) for leaf in layout.trained_params.leaves), default=0)
     chunk = min(1.0, (offload.chunk_bytes + largest) / max(1, masters))
+    pinned = pinned_param_bytes(layout, settings, mesh)
     held = min(1.0, num_chunks(offload, masters, moments) * chunk) * (masters + moments)
-    return math.ceil(held + min(1.0, 2 * chunk) * sum(transfer_bytes(layout, settings, mesh)))
+    return math.ceil(held + min(1.0, 2 * chunk) * sum(transfer_bytes(layout, settings, mesh))) + pinned
 
 
 def memory_row(

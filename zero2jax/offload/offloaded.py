@@ -18,10 +18,11 @@ from jax.sharding import NamedSharding
 from zero2jax.base.mesh import moved, replicated
 from zero2jax.base.pytrees import PyTree, is_traced, shapes_of
 from zero2jax.offload.chunks import ChunkedUpdate, Flat
-from zero2jax.offload.host_memory import check_hosts, memory_row
+from zero2jax.offload.host_memory import check_hosts, memory_row, param_bytes
 from zero2jax.offload.host_step import Handed, HostStep, Reduced
 from zero2jax.offload.parts import Split
 from zero2jax.offload.rates import Rates
+from zero2jax.offload.residents import in_host_memory_at_once
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.zero.compiled import Compiled, CompilerOptions, Gather
 from zero2jax.zero.state import TrainState, merge
@@ -49,7 +50,9 @@ class Offloaded(Compiled):
 
     def check_room(self, gather: Gather) -> None:
         """Raise a ValueError if the processes of a host need more memory than it has."""
-        check_hosts(*gather(memory_row(self.layout, self._program.settings, self._program.mesh)))
+        layout, settings, mesh = self.layout, self._program.settings, self._program.mesh
+        staged = in_host_memory_at_once(self._program, self._settings)
+        check_hosts(*gather(memory_row(layout, settings, mesh, staged)))
 
     def programs(self, state: TrainState, batch: PyTree, *more: PyTree) -> list[jax.stages.Lowered]:
         """What a step of these arguments runs, lowered: both halves."""
@@ -59,8 +62,8 @@ class Offloaded(Compiled):
     def step_inside(self) -> Any:
         """Refused: a program of the user's runs on devices alone."""
         raise ValueError(
-            "running a step inside of a program of yours (jax.jit, jax.lax.scan): this engine offloads, and its update "
-            "is a program of its own, of the host's CPU. Call engine.step outside of it, or build the engine without "
+            "running a step inside of a program of yours (jax.jit, jax.lax.scan): this engine offloads, and its step "
+            "moves arrays between programs of its own. Call engine.step outside of it, or build the engine without "
             "offload."
         )
 
@@ -72,7 +75,7 @@ class Offloaded(Compiled):
         return lambda params: full(plan.treedef.unflatten(moved(jax.tree.leaves(params), shardings)))
 
     def on_devices(self, state: TrainState) -> TrainState:
-        """What the loss needs of a state, on the devices: trainable parameters as copies in their computed dtype."""
+        """What the loss needs of a state: trainable parameters as copies in their computed dtype, where they wait."""
         if is_traced(state):
             _ = self.step_inside
         trained = jax.tree.leaves(self.layout.trained(state.params))
@@ -88,7 +91,10 @@ class Offloaded(Compiled):
 
     def _with_copies(self, state: TrainState, copies: list[jax.Array]) -> TrainState:
         trained = jax.tree.leaves(self.layout.trained(state.params))
-        seen = dict(enumerate(trained)) | dict(zip(self._moving, copies, strict=True))
+        homes = self.layout.homes(self._program.mesh)[0]
+        resident = [i for i in range(len(trained)) if i not in set(self._moving)]
+        here = moved([trained[i] for i in resident], [homes[i] for i in resident])
+        seen = dict(zip([*self._moving, *resident], [*copies, *here], strict=True))
         copies = [seen[i] for i in range(len(trained))]
         params = merge(copies, state.params, self.layout.trainable)
         return state._replace(params=params, opt_state=())
@@ -97,7 +103,7 @@ class Offloaded(Compiled):
         """New copies, on the devices, of what the host stores."""
         homes = self.layout.homes(self._program.mesh)[0]
         home = moved([trained[i] for i in self._moving], [homes[i] for i in self._moving])
-        there = jax.tree.leaves(self.layout.trained_params.shardings(self._program.mesh))
+        there = self.layout.copies(self._program.mesh)
         return moved(self._cast(home), [there[i] for i in self._moving])
 
     def after_step(self, masters: list[jax.Array], copies: list[jax.Array]) -> None:
@@ -111,13 +117,12 @@ class Offloaded(Compiled):
     def abstract_on_devices(self) -> TrainState:
         """Shapes, dtypes and shardings of what `on_devices` gives."""
         mesh, settings, layout = self._program.mesh, self._program.settings, self.layout
-        moving = {settings.trained[i] for i in self._moving}
         leaves, treedef = jax.tree.flatten(layout.params.rest_shapes(mesh))
-        dtype = lambda i, x: settings.compute_dtype(i) if i in moving else x.dtype
-        shapes = [
-            jax.ShapeDtypeStruct(x.shape, dtype(i, x), sharding=x.sharding) for i, x in enumerate(leaves)
-        ]
-        params = jax.tree.unflatten(treedef, shapes)
+        copies = layout.copies(mesh)
+        for k in self._moving:
+            i = settings.trained[k]
+            leaves[i] = jax.ShapeDtypeStruct(leaves[i].shape, settings.compute_dtype(i), sharding=copies[k])
+        params = jax.tree.unflatten(treedef, leaves)
         return layout.abstract_state(mesh)._replace(params=params, opt_state=())
 
     @functools.cached_property
@@ -145,12 +150,13 @@ class OffloadedStep:
         self._on_devices, self._on_host = replicated(program.mesh), replicated(layout.host)
         plan, everywhere = layout.trained_params, layout.abstract_state(program.mesh)
         self._device_sums = jax.tree.leaves(plan.shardings(program.mesh))
-        kept, _ = _apart(everywhere._replace(opt_state=()), layout.trainable)
+        self._device_copies = layout.copies(program.mesh)
+        kept, _ = apart(everywhere._replace(opt_state=()), layout.trainable)
 
         def step(
             state: TrainState, copies: list[jax.Array], batch: PyTree, loss_args: Mapping[str, PyTree]
         ) -> Reduced:
-            params = layout.params.treedef.unflatten(_joined(copies, state.params, layout.trainable))
+            params = layout.params.treedef.unflatten(joined(copies, state.params, layout.trainable))
             return halves.reduced(state._replace(params=params), batch, loss_args)
 
         self.reduce = jax.jit(
@@ -189,7 +195,7 @@ class OffloadedStep:
         layout, functions = self._layout, self._functions
         home = self._at_home(state)
         there = functions.for_step(state)
-        sums, handed, kept, metrics = self.reduce(*_apart(there, layout.trainable), batch, loss_args)
+        sums, handed, kept, metrics = self.reduce(*apart(there, layout.trainable), batch, loss_args)
         del there
         if self.rates is not None:
             self.rates.begin(metrics["loss"])
@@ -218,7 +224,7 @@ class OffloadedStep:
         rate = results.get(at + num)
         if rate is not None:
             (rate,) = moved([rate], [self._on_devices])
-        params = layout.params.treedef.unflatten(_joined(trained, kept.params, layout.trainable))
+        params = layout.params.treedef.unflatten(joined(trained, kept.params, layout.trainable))
         opt_state = layout.opt_state.treedef.unflatten(opt_leaves)
         return kept._replace(params=params, opt_state=opt_state), metrics | {"learning_rate": rate}
 
@@ -240,7 +246,7 @@ class OffloadedStep:
             trained = jax.tree.unflatten(jax.tree.structure(layout.trained(layout.params.tree)), home[:num])
             shapes = shapes_of((trained, layout.opt_state.treedef.unflatten(home[num:]), sums, handed, extra))
             flat = Flat.of(self._halves.update, shapes)
-            split, sizes = flat.split(), [leaf.rest_bytes for leaf in layout.trained_params.leaves]
+            split, sizes = flat.split(), param_bytes(layout, self._halves.program.mesh)
             resident = layout.resident_params
             chunks = split.only(frozenset(range(num)) - resident).joined(sizes, self._settings.chunk_bytes)
             on_host = self._update_on_host(flat, chunks)
@@ -267,7 +273,7 @@ class OffloadedStep:
         return arrived
 
     def _up(self, which: tuple[int, ...], copies: list[jax.Array]) -> list[jax.Array]:
-        sent = moved(copies, [self._device_sums[i] for i in which])
+        sent = moved(copies, [self._device_copies[i] for i in which])
         if self.rates is not None:
             self.rates.moving("up", copies, sent)
         return sent
@@ -282,18 +288,18 @@ class OffloadedStep:
     ) -> jax.stages.Lowered:
         """The half that runs on the devices, lowered for a batch of these shapes; of `state` nothing is read."""
         there = self._functions.abstract_on_devices()
-        return self.reduce.lower(*_apart(there, self._layout.trainable), batch, loss_args)  # type: ignore[no-any-return]
+        return self.reduce.lower(*apart(there, self._layout.trainable), batch, loss_args)  # type: ignore[no-any-return]
 
     def lower_update(self, batch: PyTree, loss_args: PyTree, extra_args: PyTree) -> jax.stages.Lowered:
         """The half that runs on the host, lowered after the same batch."""
         there = self._functions.abstract_on_devices()
-        reduced = jax.eval_shape(self.reduce, *_apart(there, self._layout.trainable), batch, loss_args)
+        reduced = jax.eval_shape(self.reduce, *apart(there, self._layout.trainable), batch, loss_args)
         state = self._layout.abstract_state(self._on_devices.mesh)  # type: ignore[arg-type]
         shapes = (self._layout.trained(state.params), state.opt_state, reduced.sums, reduced.handed)
         return self.update.lower(*shapes_of(shapes), shapes_of(dict(extra_args)))  # type: ignore[no-any-return]
 
 
-def _apart(state: TrainState, trainable: tuple[bool, ...]) -> tuple[TrainState, list[jax.Array]]:
+def apart(state: TrainState, trainable: tuple[bool, ...]) -> tuple[TrainState, list[jax.Array]]:
     """What of a state on the devices a step stores anew, to be donated, its parameters a list of the frozen ones; and
     the copies, which are not donated.
     """
@@ -304,7 +310,8 @@ def _apart(state: TrainState, trainable: tuple[bool, ...]) -> tuple[TrainState, 
     return state._replace(params=frozen), copies
 
 
-def _joined(trained: list[Any], frozen: list[Any], trainable: tuple[bool, ...]) -> list[Any]:
+def joined(trained: list[Any], frozen: list[Any], trainable: tuple[bool, ...]) -> list[Any]:
+    """The leaves of all parameters from trainable and frozen ones."""
     of = {True: iter(trained), False: iter(frozen)}
     return [next(of[t]) for t in trainable]
 

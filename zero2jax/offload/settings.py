@@ -10,16 +10,20 @@ from zero2jax.base.checks import is_positive, is_whole
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadSettings:
-    """Masters and optimizer state of an engine are stored in host memory, and updated there.
+    """Masters and optimizer state of an engine are stored in host memory, and updated there or on the devices.
 
     Attributes:
+      update_on: "host", whose CPU updates: gradients go down, 16-bit parameters come up; or "device": the state lies in
+        pinned host memory, and comes up and goes down again a chunk at a time.
+      params: at stage 3, 16-bit parameters lie in pinned host memory, too, and each is fetched where it is used.
       ratio: part of the masters' and the optimizer state's bytes that the host stores and updates, above 0 and at most
         1; leaves in the order of the parameters, as near to it as leaves allow. The devices keep and update the others.
         "auto" is the smallest at which a device stores no more than `device_bytes`.
       device_bytes: for `ratio="auto"`, what each device may store between steps: 16-bit and frozen parameters, and the
         masters and optimizer state that stay. Gradients and activations come on top; `zero2jax plan` counts them.
-      chunk_bytes: gradients come down, are applied and parameters go up in chunks of leaves that have about this many
-        bytes of masters per device, at least a leaf; where the optimizer ties all leaves together, in one.
+      chunk_bytes: what moves, moves in chunks of leaves that have about this many bytes of masters per device, at least
+        a leaf; where the optimizer ties all leaves together, in one. Devices that update take larger leaves apart, too,
+        into blocks of their leading dim, if the optimizer is elementwise.
       nvme_path: a folder of a local disk, in whose files masters and optimizer state are stored instead; the host has
         of them what it updates. Of several processes each makes a folder of its own there.
       buffer_count: with `nvme_path`, how many buffers of the size of a chunk's masters the host has, as in DeepSpeed.
@@ -45,6 +49,8 @@ class OffloadSettings:
       16.0
     """
 
+    update_on: str = "host"
+    params: bool = False
     ratio: float | str = 1.0
     device_bytes: int | None = None
     chunk_bytes: int = 2**28
@@ -55,6 +61,13 @@ class OffloadSettings:
     host_devices: tuple[jax.Device, ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.update_on not in ("host", "device"):
+            raise ValueError(
+                f"reading the offload settings: update_on is {self.update_on!r}; it is 'host', where the CPU "
+                f"updates, or 'device'."
+            )
+        if not isinstance(self.params, bool):
+            raise ValueError(f"reading the offload settings: params is {self.params!r}; it is True or False.")
         automatic = self.ratio == "auto"
         if not automatic and not (is_positive(self.ratio) and self.ratio <= 1):  # type: ignore[operator]
             raise ValueError(
@@ -76,6 +89,11 @@ class OffloadSettings:
             raise ValueError(
                 f"reading the offload settings: delay_after is {delay!r}; it is a number of steps, 0 or more, or None "
                 f"for updates that are not delayed."
+            )
+        if self.update_on == "device" and not (self.nvme_path is None and delay is None and not self.measure):
+            raise ValueError(
+                "reading the offload settings: update_on is 'device', and nvme_path, delay_after or measure is given; "
+                "those are of an update on the host. Leave them out, or update_on."
             )
         if delay is not None and self.nvme_path is not None:
             raise ValueError(

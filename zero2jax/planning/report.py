@@ -98,7 +98,7 @@ class PlanReport:
 
     @property
     def _resident_bytes(self) -> int:
-        return 0 if self.offload is None else self.offload.resident_bytes
+        return 0 if self.offload is None else self.offload.resident_bytes + self.offload.older_bytes
 
     @property
     def alias_bytes(self) -> int:
@@ -109,7 +109,9 @@ class PlanReport:
     def host_bytes(self) -> int:
         """What is stored in host memory, counted apart."""
         own = max(self.audit.memory.host_bytes, self.lifetimes.host_bytes)
-        return own + (0 if self.offload is None else self.offload.host_bytes)
+        if self.offload is None:
+            return own
+        return max(own - self.offload.pinned_bytes, 0) + self.offload.host_bytes
 
     @property
     def headroom_bytes(self) -> int | None:

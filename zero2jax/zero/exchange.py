@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zero2jax.base.memories import to_device
 from zero2jax.base.mesh import padded_size
 from zero2jax.zero.collectives import all_gather, pad_to, psum, psum_scatter, scatter_in_order, sum_in_order
 from zero2jax.zero.shard_plan import LeafPlan, Placement
@@ -43,6 +44,7 @@ class Use:
       prescale: factor of the gradient before it is summed.
       in_order: add in fp32, in a fixed order, what travels in `grad_dtype`.
       gathered: the source is full already, and only gradients are still to be reduced.
+      pinned: the shard lies in pinned host memory, and is fetched before it is gathered.
     """
 
     path: str
@@ -57,6 +59,7 @@ class Use:
     prescale: float = 1.0
     in_order: bool = False
     gathered: bool = False
+    pinned: bool = False
 
     @property
     def layer(self) -> "Use":
@@ -88,7 +91,7 @@ def use_of_leaf(leaf: LeafPlan, dtype: Any, grad_dtype: Any, axis_name: str) -> 
 
 def gather(use: Use, source: jax.Array) -> jax.Array:
     """The full parameter, without padding and in its compute dtype, from this device's shard."""
-    x = source.astype(use.dtype)
+    x = (to_device(source) if use.pinned else source).astype(use.dtype)
     if use.gathered or use.dim is None:
         return x
     x = all_gather(x, use.axis_name, use.dim, use.placement)

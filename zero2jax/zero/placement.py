@@ -12,6 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from zero2jax.base.checks import is_whole, misfit, type_name
+from zero2jax.base.memories import to_device
 from zero2jax.base.mesh import moved
 from zero2jax.base.pytrees import PyTree, is_function
 from zero2jax.zero.collectives import pad_to
@@ -99,10 +100,9 @@ def make_params(make: Callable[[], PyTree], layout: Layout, mesh: Mesh, keep: Ke
         cast = lambda leaf, x: jnp.asarray(x).astype(leaf.dtype) if leaf.dtype != jnp.result_type(x) else x
         return pad(plan.map(cast, make()), plan, home)
 
-    made = jax.jit(build, out_shardings=plan.shardings(home))()
     shardings = [x.sharding for x in jax.tree.leaves(layout.abstract_state(mesh).params)]
-    leaves = moved(jax.tree.leaves(made), shardings)
-    del made
+    there = plan.treedef.unflatten(shardings) if layout.pinned_state else plan.shardings(home)
+    leaves = moved(jax.tree.leaves(jax.jit(build, out_shardings=there)()), shardings)
     # each let go as soon as it is kept elsewhere
     return plan.treedef.unflatten([keep(1 + i, leaves.pop(0)) for i in range(len(plan.leaves))])
 
@@ -112,13 +112,17 @@ def make_opt_state(tx: optax.GradientTransformation, params: PyTree, layout: Lay
     home = layout.host or mesh
     build = functools.partial(init_opt_state, tx, layout, home)
     trained, treedef = jax.tree.flatten(layout.trained(params))
-    home_params = jax.tree.leaves(layout.trained_params.shardings(home))
-    made = jax.jit(build, out_shardings=layout.opt_state.shardings(home))(
-        jax.tree.unflatten(treedef, moved(trained, home_params))
-    )
-    return layout.opt_state.treedef.unflatten(moved(jax.tree.leaves(made), layout.homes(mesh)[1]))
+    of_params, of_state = layout.homes(mesh)
+    there = layout.opt_state.treedef.unflatten(of_state)
+    if not layout.pinned_state:
+        of_params = jax.tree.leaves(layout.trained_params.shardings(home))
+        there = layout.opt_state.shardings(home)
+    made = jax.jit(build, out_shardings=there)(jax.tree.unflatten(treedef, moved(trained, of_params)))
+    return layout.opt_state.treedef.unflatten(moved(jax.tree.leaves(made), of_state))
 
 
 def init_opt_state(tx: optax.GradientTransformation, layout: Layout, home: Mesh, trained: PyTree) -> PyTree:
     """The optimizer's initial state at rest on a mesh, from trainable parameters at rest there. To be jitted."""
+    if layout.pinned_state:
+        trained = jax.tree.map(to_device, trained)
     return pad(tx.init(unpad(trained, layout.trained_params, home)), layout.opt_state, home)
