@@ -31,6 +31,7 @@ class OffloadPlan:
       fetched_bytes: parameters that come up for the loss, at most.
       num_devices: devices of one host.
       bytes_per_s: rate of the bus, of one device in one direction; None where it is not known.
+      seen_on_device: whether the compiler counts pinned host memory as the device's, as that for CPUs does.
     """
 
     update_on: str
@@ -45,6 +46,7 @@ class OffloadPlan:
     fetched_bytes: int
     num_devices: int
     bytes_per_s: float | None
+    seen_on_device: bool
 
     @property
     def host_bytes(self) -> int:
@@ -68,9 +70,20 @@ class OffloadPlan:
         return None if self.bytes_per_s is None else self.moved_bytes / self.bytes_per_s
 
     def moved_between_classes(self, name: str) -> int:
-        """What a class of the devices has beyond what the compiled step shows of it."""
+        """What a class of the devices has beyond what the compiled step shows of it, or what it has not of that."""
         masters = self.resident_master_bytes
-        return {MASTER: masters, PARAMETERS: -masters, OPTIMIZER: self.resident_bytes}.get(name, 0)
+        more = {MASTER: masters, PARAMETERS: -masters, OPTIMIZER: self.resident_bytes}
+        if self.seen_on_device:
+            more[PARAMETERS] -= self.param_bytes
+            if self.update_on == "device":
+                more[MASTER] -= self.master_bytes
+                more[OPTIMIZER] -= self.optimizer_bytes
+        return more.get(name, 0)
+
+    @property
+    def unseen_bytes(self) -> int:
+        """All of that together."""
+        return self.resident_bytes - (self.pinned_bytes if self.seen_on_device else 0)
 
     def as_dict(self) -> dict[str, Any]:
         """The figures as plain JSON values."""
@@ -130,4 +143,5 @@ def offload_plan(
         fetched_bytes=fetched_bytes(*args),
         num_devices=min(devices_per_host, engine.mesh.size),
         bytes_per_s=target.host_bytes_per_s,
+        seen_on_device=engine.mesh.devices.flat[0].platform == "cpu",
     )
