@@ -5,9 +5,11 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_trees_close, make_batch, make_batches, make_engine, make_params, train
+from jax.sharding import PartitionSpec as P
 
 import zero2jax
-from zero2jax.offload.host_memory import state_bytes, transfer_bytes
+from zero2jax.offload import offloaded
+from zero2jax.offload.host_memory import param_bytes, state_bytes, transfer_bytes
 
 HOST = tuple(jax.devices()[4:6])
 
@@ -129,3 +131,44 @@ def test_one_leaf_that_waits_on_the_host_is_noticed():
     leaves[i] = jax.device_put(leaves[i], leaves[i].sharding.with_memory_kind("pinned_host"))
     with pytest.raises(ValueError, match="waits in host memory"):
         engine.step(state._replace(params=treedef.unflatten(leaves)), make_batch())
+
+
+def reduced_bytes(engine):
+    """Bytes of the gradients that a device hands over, as the compiled half of the step makes them."""
+    step, there = engine._compiled.step, engine._compiled.abstract_on_devices()
+    batch = engine._abstract(make_batch(), None)[1]
+    kept, copies = offloaded.apart(there, engine.layout.trainable)
+    sums = jax.eval_shape(step.reduce, kept, copies, batch, {}).sums
+    shards = zip(sums, engine.layout.trained_params.leaves, strict=True)
+    return sum(
+        x.size * x.dtype.itemsize // (1 if leaf.dim is None else leaf.num_shards) for x, leaf in shards
+    )
+
+
+def test_gradients_go_down_in_the_dtype_that_they_are_reduced_in():
+    ratios = []
+    for stage in (1, 2):
+        settings = zero2jax.OffloadSettings(host_devices=HOST)
+        precision = zero2jax.Precision()
+        engine = make_engine(2, stage=stage, num_microbatches=2, precision=precision, offload=settings)
+        engine.abstract_state(make_params())
+        down, up = transfer_bytes(
+            engine.layout, engine._blueprint.program(engine.layout).settings, engine.mesh
+        )
+        assert down == reduced_bytes(engine)
+        ratios.append(down / up)
+    assert ratios == [1, 2]  # stage 2 adds microbatches in fp32; stage 1 reduces their sum in bf16
+
+
+def test_a_chunk_counts_what_a_device_has_of_a_leaf_that_a_model_axis_shards():
+    mesh, specs = zero2jax.make_mesh(data=2, model=2), {"a": P(None, "model"), "b": P()}
+    engine = zero2jax.Engine(
+        lambda params, batch: (batch @ params["a"]).mean() + params["b"].sum(),
+        optax.adam(1e-2),
+        mesh,
+        param_specs=specs,
+        layer_dims=0,
+        offload=zero2jax.OffloadSettings(),
+    )
+    engine.abstract_state({name: np.zeros((4, 4), np.float32) for name in specs})
+    assert param_bytes(engine.layout, mesh) == [16, 32]

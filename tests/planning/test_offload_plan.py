@@ -144,6 +144,14 @@ def test_for_an_h200_chunks_of_the_state_and_layers_of_the_parameters_are_on_the
     assert "CPU comes on top" not in str(report)
 
 
+def test_for_simulated_devices_what_is_pinned_counts_as_the_hosts():
+    report, num = stack_plan("cpu", update_on="device", params=True)
+    rest = {row.name: row.rest_bytes for row in report.by_class}
+    assert (rest["master"], rest["optimizer state"], rest["parameters"]) == (0, 4, 0)
+    assert report.host_bytes == 14 * num // 2
+    assert sum(rest.values()) == report.rest_bytes < num
+
+
 def test_on_the_host_two_chunks_are_there_at_a_time():
     report, num = stack_plan("cpu", params=True)
     assert report.offload.staged_bytes == 4 * num // 2  # of one leaf: bf16 gradients and copies

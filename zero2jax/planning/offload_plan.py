@@ -35,6 +35,7 @@ class OffloadPlan:
       disk_bytes: files of two states, the last one and that which is written; 0 where the state is in host memory.
       older_bytes: parameters of the step before that the device stores, with delayed updates.
       held_bytes: with files, what of the state, gradients and copies is in host memory at a time; else 0.
+      seen_on_device: whether the compiler counts pinned host memory as the device's, as that for CPUs does.
     """
 
     update_on: str
@@ -49,6 +50,7 @@ class OffloadPlan:
     fetched_bytes: int
     num_devices: int
     bytes_per_s: float | None
+    seen_on_device: bool
     disk_bytes: int = 0
     older_bytes: int = 0
     held_bytes: int = 0
@@ -77,11 +79,20 @@ class OffloadPlan:
         return None if self.bytes_per_s is None else self.moved_bytes / self.bytes_per_s
 
     def moved_between_classes(self, name: str) -> int:
-        """What a class of the devices has beyond what the compiled step shows of it."""
+        """What a class of the devices has beyond what the compiled step shows of it, or what it has not of that."""
         masters = self.resident_master_bytes
-        return {MASTER: masters, PARAMETERS: self.older_bytes - masters, OPTIMIZER: self.resident_bytes}.get(
-            name, 0
-        )
+        more = {MASTER: masters, PARAMETERS: self.older_bytes - masters, OPTIMIZER: self.resident_bytes}
+        if self.seen_on_device:
+            more[PARAMETERS] -= self.param_bytes
+            if self.update_on == "device":
+                more[MASTER] -= self.master_bytes
+                more[OPTIMIZER] -= self.optimizer_bytes
+        return more.get(name, 0)
+
+    @property
+    def unseen_bytes(self) -> int:
+        """All of that together."""
+        return self.resident_bytes + self.older_bytes - (self.pinned_bytes if self.seen_on_device else 0)
 
     def as_dict(self) -> dict[str, Any]:
         """The figures as plain JSON values."""
@@ -157,4 +168,5 @@ def offload_plan(
         disk_bytes=NUM_STATES * (masters + optimizer) if files else 0,
         older_bytes=0 if engine.offload.delay_after is None else up,
         held_bytes=held_bytes(engine.layout, settings, engine.mesh, engine.offload) if files else 0,
+        seen_on_device=engine.mesh.devices.flat[0].platform == "cpu",
     )

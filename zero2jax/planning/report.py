@@ -91,16 +91,16 @@ class PlanReport:
     @property
     def rest_bytes(self) -> int:
         """What the step takes: state, and its batch."""
-        return self.audit.memory.argument_bytes + self._resident_bytes
+        return self.audit.memory.argument_bytes + self._unseen_bytes
 
     @property
     def total_bytes(self) -> int:
         """Peak of the step, as the compiler allocates it, and what stays on the device beside it."""
-        return self.audit.memory.total_bytes + self._resident_bytes
+        return self.audit.memory.total_bytes + self._unseen_bytes
 
     @property
-    def _resident_bytes(self) -> int:
-        return 0 if self.offload is None else self.offload.resident_bytes + self.offload.older_bytes
+    def _unseen_bytes(self) -> int:
+        return 0 if self.offload is None else self.offload.unseen_bytes
 
     @property
     def alias_bytes(self) -> int:
@@ -256,7 +256,7 @@ class PlanReport:
         for row in self.by_class:
             at_rest, at_peak = readable_bytes(row.rest_bytes), readable_bytes(row.peak_bytes)
             rows.append((row.name, at_rest, at_peak, readable_bytes(row.formula_bytes), row.formula))
-        packing = self.total_bytes - self.lifetimes.peak.total_bytes
+        packing = self.total_bytes - sum(row.peak_bytes for row in self.by_class)
         rows.append(("packing by the compiler", "-", readable_bytes(packing), "-", "total less live bytes"))
         total = (readable_bytes(self.rest_bytes), readable_bytes(self.total_bytes))
         rows.append(("total", *total, "-", "the compiler's allocation"))
