@@ -267,19 +267,16 @@ class Engine:
         """
         with self._running():
             check_init_arguments(params, args)
-            if is_function(params):
-                abstract = self.abstract_state(made_shapes(params, args), batch=batch, loss_args=loss_args)
-                expect_same_start(self._blueprint.start(self.layout), self.mesh, args)
-                self.functions.check_room(gather_over(self.mesh))
-                placed = make_params(
-                    functools.partial(params, *args), self.layout, self.mesh, self.functions.keep
-                )
-            else:
+            is_made = is_function(params)
+            if not is_made:
                 check_alive(params, "the parameters", "It was donated: pass parameters that are still there.")
-                abstract = self.abstract_state(params, batch=batch, loss_args=loss_args)
-                expect_same_start(self._blueprint.start(self.layout), self.mesh, params)
-                self.functions.check_room(gather_over(self.mesh))
-                placed = place_params(params, self.layout, self.mesh, self.functions.keep)
+            shapes = made_shapes(params, args) if is_made else params
+            abstract = self.abstract_state(shapes, batch=batch, loss_args=loss_args)
+            expect_same_start(self._blueprint.start(self.layout), self.mesh, args if is_made else params)
+            self.functions.check_room(gather_over(self.mesh))
+            where = self.layout, self.mesh, self.functions.keep
+            made = functools.partial(params, *args) if is_made else params
+            placed = make_params(made, *where) if is_made else place_params(made, *where)
             opt_state = self._compiled.first_opt_state(placed)
             first = functools.partial(self.layout.first_scalars, self.settings.seed)
             step, rng, loss_scale = jax.jit(first, out_shardings=abstract.step.sharding)()

@@ -284,6 +284,8 @@ def test_nvme_becomes_files_and_as_many_buffers_as_its_keys_say():
         config = read_config(zero(stage=3, offload_optimizer=block | more))
         offload = translate(config, shards_from="").offload
         assert (offload.nvme_path, offload.ratio, offload.buffer_count) == ("/x", 0.5, buffers)
+    both = zero(stage=3, offload_optimizer=block, offload_param={"device": "cpu"})
+    assert translate(read_config(both), shards_from="").offload.params
     with pytest.raises(ConfigError, match=r"offload_optimizer.device = 'nvme': it needs nvme_path"):
         read_config(zero(stage=3, offload_optimizer={"device": "nvme"}))
 
