@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 from helpers import FP32
 from jax.sharding import PartitionSpec as P
 
@@ -72,6 +73,10 @@ def test_numbers_of_numpy_are_numbers():
     assert type(settings["stage"]) is type(settings["seed"]) is int
 
 
+def dropout():
+    return nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+
+
 MESH = functools.partial(zero2jax.make_mesh, data=2)
 BUILDING = {
     "mesh of 4": (lambda: zero2jax.Engine(loss_fn, TX, 4), "found int, expected a jax.sharding.Mesh"),
@@ -87,6 +92,10 @@ BUILDING = {
     "module": (
         lambda: make().init(nn.Dense(3), jax.random.key(0)),
         r"by a flax.*\.Dense: it is a module.*engine.init\(model.init",
+    ),
+    "Flax's optimizer": (
+        lambda: zero2jax.Engine(loss_fn, nnx.Optimizer(dropout(), TX, wrt=nnx.Param), MESH()),
+        "found Optimizer, expected an optax.GradientTransformation",
     ),
     "other state": (
         lambda: make().init(types.SimpleNamespace(params=PARAMS, opt_state=())),
@@ -149,6 +158,14 @@ def test_a_donated_state_is_named_where_its_bytes_are_counted(engine):
         zero2jax.live_bytes(gone)
     with pytest.raises(ValueError, match=r"leaf 'step' is gone\. This state was given to engine\.step"):
         engine.memory(gone, BATCH)
+
+
+def test_keys_and_counters_among_the_parameters_are_named_with_the_way_to_freeze_them():
+    params = nnx.split(dropout())[1]
+    with pytest.raises(
+        ValueError, match=r"'layers/1/rngs/count/value' \(uint32.*Freeze these with trainable="
+    ):
+        make().init(params)
 
 
 def test_training_without_a_trainable_leaf_is_refused():

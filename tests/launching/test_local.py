@@ -496,8 +496,9 @@ multihost_utils.sync_global_devices("never")
 """
 
 
-def test_without_the_launcher_heartbeats_end_the_others_and_name_the_dead(tmp_path):
-    program = write_program(tmp_path, DIES)
+def without_the_launcher(tmp_path, text):
+    """The exit codes and the standard errors of two processes that run a program."""
+    program = write_program(tmp_path, text)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     running = [
         subprocess.Popen(
@@ -509,5 +510,30 @@ def test_without_the_launcher_heartbeats_end_the_others_and_name_the_dead(tmp_pa
         for i in range(2)
     ]
     errors = [process.communicate(timeout=120)[1] for process in running]
-    assert [process.returncode for process in running] == [-signal.SIGABRT, -signal.SIGKILL]
+    return [process.returncode for process in running], errors
+
+
+def test_without_the_launcher_heartbeats_end_the_others_and_name_the_dead(tmp_path):
+    codes, errors = without_the_launcher(tmp_path, DIES)
+    assert codes == [-signal.SIGABRT, -signal.SIGKILL]
     assert "tasks are unhealthy (stopped sending heartbeats):\n1\n" in errors[0]
+
+
+# Process 1 ends, and process 0 goes on for longer than it is waited for.
+GOES_ON = """
+import time
+import jax, zero2jax
+
+startup = zero2jax.init_distributed(initialization_timeout_s=120, shutdown_timeout_s=1)
+jax.devices()
+if startup.process_index == 0:
+    time.sleep(90)
+"""
+
+
+def test_a_process_that_has_ended_waits_for_the_others_as_long_as_it_is_told_to(tmp_path):
+    start = time.monotonic()
+    codes, errors = without_the_launcher(tmp_path, GOES_ON)
+    assert codes == [-signal.SIGABRT] * 2
+    assert "DEADLINE_EXCEEDED" in errors[1]
+    assert time.monotonic() - start < 80

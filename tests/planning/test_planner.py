@@ -165,6 +165,21 @@ def test_rates_give_exposed_bytes():
     wire = sum(c.wire_bytes * c.trips for c in report.audit.collectives)
     assert report.timeline.exposed_s == pytest.approx(wire / 1e8)
     assert "across hosts" in str(report)
+    assert report.timeline_with_memory is report.as_dict()["with_memory"] is None
+
+
+def test_memory_bound_work_takes_time_where_the_memory_has_a_rate():
+    slow = dataclasses.replace(TARGETS["cpu"], peak_flops=1e12, memory_bytes_per_s=1e9)
+    report = make_plan(target=slow, in_node_bytes_per_s=1e9, across_bytes_per_s=1e8)
+    found = report.as_dict()
+    assert found["hidden_share"] == found["with_memory"]["hidden_share"] == 0  # synchronous on a CPU
+    # the update alone reads and writes both moments and the masters
+    assert (
+        found["with_memory"]["step_s"] - found["with_memory"]["exposed_s"]
+        > 6 * (P // N) / 1e9
+        > found["compute_s"]
+    )
+    assert "with memory-bound work 0% of the time of collectives is hidden" in str(report)
 
 
 RATES = dataclasses.replace(
@@ -425,3 +440,57 @@ def test_every_target_compiles_the_tiny_example(name):
     assert 0 < report.exposed_bytes <= report.communication_bytes
     # cuBLAS's workspace on the oldest card is large beside this model
     assert report.lifetimes.peak.total_bytes == pytest.approx(report.total_bytes, rel=0.15)
+
+
+def test_notes_name_the_parameters_that_stage_3_holds_until_backward():
+    """A loop that saves the transpose of a large parameter for backward, and the same loop in a jax.checkpoint."""
+
+    def transposes(w, x):
+        return jax.lax.scan(lambda y, _: (jnp.tanh(y @ w.T), None), x, length=2)[0]
+
+    def notes(apply):
+        loss = lambda p, x: jnp.mean(apply(p["w"], x))
+        params, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(320, 320), (16, 320)])
+        config = FP32 | {"zero_optimization": {"stage": 3}}
+        report = zero2jax.plan(
+            loss, {"w": params}, x, tx=optax.sgd(0.1), config=config, axes={"data": N}, target="cpu"
+        )
+        return [note for note in report.notes if "stage 3 holds parameter 'w' until backward" in note]
+
+    (note,) = notes(transposes)
+    assert note.endswith("Put a jax.checkpoint around that operation, whose backward pass then repeats it.")
+    assert not notes(jax.checkpoint(transposes))
+
+
+@needs_compiler
+@pytest.mark.cuda_compiler
+def test_gathers_start_early_on_gpus_unless_overlap_is_switched_off():
+    """Three products a layer, which can be gathered beside those of the layer before: nothing more is moved."""
+
+    @jax.checkpoint
+    def layer(x, w):
+        for i in range(3):
+            x = jnp.tanh(x @ w[i])
+        return x, None
+
+    loss = lambda p, x: jnp.mean(
+        jax.lax.scan(layer, x.astype(jnp.bfloat16), p["layers"])[0].astype(jnp.float32)
+    )
+    params = {"layers": jax.ShapeDtypeStruct((4, 3, 1024, 1024), jnp.float32)}
+    batch, config = jax.ShapeDtypeStruct((8 * 4096, 1024), jnp.float32), {"bf16": {"enabled": True}}
+    found = {}
+    for overlap in (True, False):
+        zero = {"stage": 3, "overlap_comm": overlap}
+        report = zero2jax.plan(
+            loss,
+            params,
+            batch,
+            tx=optax.sgd(0.1),
+            config=config | {"zero_optimization": zero},
+            axes={"data": 8},
+            target="h200",
+        )
+        found[overlap] = report
+    early, late = found[True], found[False]
+    assert by_kind(early) == by_kind(late)
+    assert early.timeline.exposed_s < 0.7 * late.timeline.exposed_s

@@ -135,3 +135,39 @@ def test_library_products_and_convolutions_count():
 def test_operations_of_a_compiled_product_are_those_of_the_formula():
     text = jax.jit(lambda a, b: a @ b).lower(jnp.ones((16, 32)), jnp.ones((32, 64))).compile().as_text()
     assert simulate(hlo.parse(text), rates(1, 1)).flops == 2 * 16 * 32 * 64
+
+
+def of_memory(flops, bytes_per_s, memory_bytes_per_s):
+    return Rates(flops, lambda collective: bytes_per_s, memory_bytes_per_s=memory_bytes_per_s)
+
+
+def test_memory_bound_work_hides_the_link_where_memory_has_a_rate():
+    """A softmax-like row of elementwise work beside the gather: 256 bytes read, 256 written."""
+    inside = "%p = f32[8,8]{1,0} exponential(%x)"
+    alone = simulate(program(*lines(inside)), rates(1024, 448))
+    assert (alone.exposed_s, alone.hidden_share, alone.step_s) == (1, 0, 2)  # the gather, then the product
+    found = simulate(
+        program(*lines(inside)), of_memory(1024, 448, 1024)
+    )  # the exponential takes half a second
+    assert (found.exposed_s, found.hidden_share) == (0.5, 0.5)
+    assert found.step_s == 2  # half a second each, and the product's second
+    assert found.compute_s == 1
+
+
+def test_an_instruction_takes_the_longer_of_its_products_and_its_bytes():
+    # the product reads x twice and writes 256 bytes: 768 in all
+    for bandwidth, seconds in ((768, 1), (384, 2), (1e9, 1)):
+        found = simulate(program(*lines()), of_memory(1024, 448, bandwidth))
+        assert found.step_s == pytest.approx(1 + seconds)
+        assert found.exposed_s == 1
+
+
+def test_waits_are_what_is_exposed_whatever_takes_time():
+    middle = (
+        START.replace("%g", "%h"),
+        "%p = f32[8,8]{1,0} exponential(%x)",
+        "%e = bf16[32,8]{1,0} all-gather-done(%h)",
+    )
+    found = simulate(program(*lines(*middle)), of_memory(2048, 448, 2048))
+    busy = 0.25 + 0.5  # the exponential and the product
+    assert found.step_s - busy == pytest.approx(found.exposed_s) == pytest.approx(1.75)

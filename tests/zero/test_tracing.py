@@ -1,7 +1,9 @@
 """Losses that look at the types of their arrays, or at the mesh in context: as on one device, at every stage."""
 
 import functools
+import warnings
 
+import diffrax
 import equinox as eqx
 import equinox.internal
 import jax
@@ -47,12 +49,13 @@ def checkpointed_loop():
     return loss, {"w": jnp.eye(4)}
 
 
-def boxed(*names):
-    """Flax lays a sharding constraint on a boxed parameter wherever there is a mesh in context."""
-    model = nn.Dense(8, kernel_init=nn.with_partitioning(nn.initializers.ones, names))
-    return lambda p, x: jnp.mean(model.apply({"params": p}, x) ** 2), model.init(jax.random.key(0), X)[
-        "params"
-    ]
+def boxed(*names, layer=nn.Dense):
+    """Flax lays a sharding constraint on a boxed parameter wherever there is a mesh in context; DenseGeneral looks at
+    the kernel's shape besides, by initialising it once more.
+    """
+    model = layer(8, kernel_init=nn.with_partitioning(nn.initializers.ones, names))
+    params = model.init(jax.random.key(0), X)["params"]
+    return lambda p, x: jnp.mean(model.apply({"params": p}, x) ** 2), params
 
 
 CASES = {
@@ -61,6 +64,7 @@ CASES = {
     "differentiated loop": checkpointed_loop,
     "boxed by the data axis": lambda: boxed(None, "data"),
     "boxed by an axis that is not there": lambda: boxed("model", "data"),
+    "boxed DenseGeneral": lambda: boxed(None, "data", layer=nn.DenseGeneral),
 }
 ON_TWO_AXES = list(CASES)[:3]
 
@@ -95,6 +99,25 @@ def test_step_and_evaluate_give_the_loss_of_one_device(name, axes, stage):
     )
     _, metrics = engine.step(state, X)
     np.testing.assert_allclose(metrics["loss"], expected, rtol=RTOL)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_ode_solver_steps_as_on_one_device(stage):
+    """With data axes only: Diffrax checks its results in callbacks, which JAX has not beside an automatic axis."""
+
+    def loss(p, x):
+        field = diffrax.ODETerm(lambda t, y, w: jnp.tanh(y @ w))
+        return jnp.mean(
+            diffrax.diffeqsolve(field, diffrax.Euler(), 0.0, 1.0, 0.5, x, args=p["w"]).ys[-1] ** 2
+        )
+
+    params = {"w": jnp.eye(4)}
+    value, grads = jax.value_and_grad(loss)(params, X)
+    engine = zero2jax.Engine(loss, optax.sgd(1.0), zero2jax.make_mesh(data=4), stage=stage, precision=FP32)
+    state, metrics = engine.step(engine.init(params), X)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=RTOL)
+    # a gradient of about one, a mean over 64 elements
+    np.testing.assert_allclose(engine.params(state)["w"], params["w"] - grads["w"], rtol=0, atol=2e-6)
 
 
 def on_a_mesh(x):
@@ -184,3 +207,22 @@ def test_products_that_are_wider_than_the_compute_dtype_are_said_with_the_line(s
     lower(zero2jax.Precision(), rows=512)  # too few to matter
     dtype = jnp.bfloat16
     lower(zero2jax.Precision())
+
+
+@pytest.mark.parametrize(("stage", "num_microbatches"), [(0, 2), (2, 1), (3, 2)])
+def test_wide_products_are_said_once_though_init_evaluate_and_steps_all_trace_the_loss(
+    stage, num_microbatches
+):
+    """2 * 1024**3 operations in each slice's product."""
+    loss = lambda p, x: jnp.mean(x @ p["w"])
+    engine = zero2jax.Engine(
+        loss, optax.sgd(0.1), zero2jax.make_mesh(data=1), stage=stage, num_microbatches=num_microbatches
+    )
+    x = np.ones((1024 * num_microbatches, 1024), np.float32)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        state = engine.init({"w": np.ones((1024, 1024), np.float32)}, batch=x)
+        engine.evaluate(state, x)
+        for _ in range(2):
+            state, _ = engine.step(state, x)
+    assert ["in float32" in str(warning.message) for warning in said].count(True) == 1

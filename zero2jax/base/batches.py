@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from zero2jax.base.checks import type_name
 from zero2jax.base.mesh import DATA_AXIS, AxisName, axis_size, data_axes, replicated
-from zero2jax.base.pytrees import PyTree, check_alive, path_string, shapes_of
+from zero2jax.base.pytrees import PyTree, check_alive, live_arrays, path_string, shapes_of
 
 
 def check_batch(batch: PyTree, num_shards: int, num_microbatches: int, batch_size: int | None = None) -> int:
@@ -106,10 +106,13 @@ def check_apart(donated: PyTree, others: Mapping[str, PyTree]) -> None:
 
     Its devices would find that out one by one, and those that run already wait for the others, or end the process.
     """
+    arrays = live_arrays(jax.tree.leaves((donated, others)))
+    if len(set(map(id, arrays))) == len(arrays):
+        return
     seen: dict[int, str] = {}
     for name, tree in {"the state": donated, **others}.items():
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
-            if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+            if not live_arrays([x]):
                 continue
             if id(x) in seen:
                 raise ValueError(

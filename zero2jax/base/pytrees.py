@@ -61,16 +61,24 @@ def shapes_of(tree: PyTree) -> PyTree:
     return jax.tree.map(shape, tree)
 
 
+def live_arrays(leaves: list[Any]) -> list[Any]:
+    """Those of some leaves that are arrays of JAX, and no tracers. Asked of each class once: a state has thousands."""
+    kinds = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}
+    return [x for x in leaves if type(x) in kinds]
+
+
 def check_alive(tree: PyTree, reading: str, way_out: str) -> None:
     """Raise a ValueError if a leaf is an array whose buffers are gone, which jax 0.10 does not survive in a program."""
+    if not any(x.is_deleted() for x in live_arrays(jax.tree.leaves(tree))):
+        return
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
+        if live_arrays([x]) and x.is_deleted():
             raise ValueError(f"reading {reading}: leaf {path_string(path)!r} is gone. {way_out}")
 
 
 def is_traced(tree: PyTree) -> bool:
     """Whether a leaf belongs to a program that is being traced, the user's `jit` or `scan`."""
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+    return any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, jax.tree.leaves(tree))))
 
 
 def select_leaves(

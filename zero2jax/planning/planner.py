@@ -264,6 +264,13 @@ def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanRepor
         audit=read,
         lifetimes=lifetimes,
         timeline=simulate(read.module, rates, as_before_conversion=on_cpu),
+        timeline_with_memory=None
+        if target.memory_bytes_per_s is None
+        else simulate(
+            read.module,
+            dataclasses.replace(rates, memory_bytes_per_s=target.memory_bytes_per_s),
+            as_before_conversion=on_cpu,
+        ),
         rates_known=rates_known,
         compile_s=compile_s,
         notes=(),
@@ -357,7 +364,9 @@ def _limits(step: PreparedPlan, live_bytes: int, total_bytes: int) -> list[str]:
             "scratch memory may differ. Compile-only devices know no host memory: state in it is counted apart"
         )
         notes.append(
-            "exposed: what the schedule waits for if only matrix products take time, at "
+            "exposed: what the schedule waits for if only matrix products take time, which hides too little where "
+            f"memory-bound work runs beside a collective (it takes time in the second figure, at "
+            f"{(target.memory_bytes_per_s or 0) / 1e12:.2f} TB/s); products at "
             f"{(target.peak_flops or 0) / 1e12:.0f} TFLOP/s in 16 bits and "
             f"{(target.product_flops('f32') or 0) / 1e12:.0f} in fp32, {(target.in_node_bytes_per_s or 0) / 1e9:.0f} "
             f"GB/s in node and {(target.across_bytes_per_s or 0) / 1e9:.0f} GB/s across hosts per device"

@@ -61,7 +61,8 @@ class PlanReport:
       offload: what the host holds and exchanges with them; None if nothing is offloaded.
       audit: memory as the compiler allocates it, and the collectives.
       lifetimes: live bytes at each instruction of the schedule.
-      timeline: the schedule at the target's rates.
+      timeline: the schedule at the target's rates, products alone taking time: what it hides is a lower bound.
+      timeline_with_memory: the same, memory-bound work taking time too; None where the memory's rate is not known.
       rates_known: whether the target has rates; without, nothing is said about time.
       compile_s: seconds the compiler took.
       notes: what to know about these figures, and what was converted or ignored.
@@ -82,6 +83,7 @@ class PlanReport:
     audit: Audit
     lifetimes: Lifetimes = dataclasses.field(repr=False)
     timeline: Timeline = dataclasses.field(repr=False)
+    timeline_with_memory: Timeline | None = dataclasses.field(repr=False)
     rates_known: bool
     compile_s: float
     notes: tuple[str, ...]
@@ -195,6 +197,8 @@ class PlanReport:
             "compute_s": self.compute_s,
             "communication_s": self.timeline.communication_s if self.rates_known else None,
             "exposed_s": self.timeline.exposed_s if self.rates_known else None,
+            "hidden_share": self.timeline.hidden_share if self.rates_known else None,
+            "with_memory": self._with_memory(),
             "compile_s": self.compile_s,
             "notes": list(self.notes),
         }
@@ -277,8 +281,20 @@ class PlanReport:
                 f"{hidden:.0%} of the bytes hidden; matrix products {self.compute_s or 0:.3g} s, collectives "
                 f"{self.timeline.communication_s:.3g} s, of which {self.timeline.exposed_s:.3g} s are waited for"
             )
+            more = self.timeline_with_memory
+            if more is not None and more.hidden_share is not None:
+                lines.append(
+                    f"with memory-bound work {more.hidden_share:.0%} of the time of collectives is hidden: "
+                    f"{more.exposed_s:.3g} s are waited for in a step of {more.step_s:.3g} s"
+                )
         lines.append(f"{readable_bytes(self.alias_bytes)} of the outputs are written into donated arguments")
         return lines
+
+    def _with_memory(self) -> dict[str, Any] | None:
+        more = self.timeline_with_memory
+        if more is None or not self.rates_known:
+            return None
+        return {"exposed_s": more.exposed_s, "hidden_share": more.hidden_share, "step_s": more.step_s}
 
     def _exposed_bytes(self, row: CollectiveRow) -> int | None:
         if not self.rates_known:

@@ -7,6 +7,7 @@ reduce-scatter and all-gather on 8 H200), across nodes 0.8 of the device's share
 products reach 0.8 of the dense 16-bit peak (790 of 989 TFLOP/s measured on H100 and H200); the same share is taken of
 the other peaks. fp32 products are TF32 ones where the card has them and jax's default precision is asked for: half of
 the 16-bit peak. Else they run on the fp32 units, two operations per unit and clock, and fp64 ones at half of that.
+Work that is bound by memory reaches 0.83 of the memory's rate (an assumption: 4.0 of an H200's 4.8 TB/s).
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ from zero2jax.base.versions import installed_version
 MEMORY_FRACTION = 0.94  # the rest is left to the CUDA context, NCCL, cuDNN and cuBLAS
 DEVICES_PER_HOST = 8
 EFFICIENCY = 0.8  # of peak and of link rate, as measured; see above
+MEMORY_EFFICIENCY = 0.83  # of the memory's rate
 CUDA_PACKAGES = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
 
 
@@ -62,6 +64,7 @@ class Target:
       in_node_bytes_per_s: what one device can send to others of its host; None where it is not known.
       across_bytes_per_s: the same to devices of other hosts.
       all_reduce_bytes_per_s: in-node rate of all-reduces, where switches sum; None means as the others.
+      memory_bytes_per_s: what one device reads and writes in its own memory; None where it is not known.
       has_bf16: whether the card computes in bf16.
       gpu: what the compiler is told; None for `local` and `cpu`.
 
@@ -81,6 +84,7 @@ class Target:
     gpu: Gpu | None = None
     tf32_flops: float | None = None
     fp32_flops: float | None = None
+    memory_bytes_per_s: float | None = None
 
     def usable_bytes(self, memory_fraction: float = MEMORY_FRACTION) -> int | None:
         """Memory that the program may use; what is left over is for what lies outside of XLA's pool."""
@@ -186,6 +190,7 @@ def _gpu_target(name: str) -> Target:
         gpu=gpu,
         tf32_flops=EFFICIENCY * peak / 2 if gpu.capability >= (8, 0) else None,
         fp32_flops=EFFICIENCY * fp32,
+        memory_bytes_per_s=MEMORY_EFFICIENCY * gpu.memory_bandwidth,
     )
 
 

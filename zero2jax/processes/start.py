@@ -47,6 +47,7 @@ def init_distributed(
     local_device_ids: Sequence[int] | None = None,
     initialization_timeout_s: float = 300,
     heartbeat_timeout_s: float = 100,
+    shutdown_timeout_s: float = 300,
 ) -> Startup:
     """Make this process one of several that run the same program; harmless if it is alone, or if called twice.
 
@@ -55,7 +56,7 @@ def init_distributed(
     0 prints one line that says which. An incomplete set of variables is an error, never a single process.
 
     From then on an exception that nobody catches ends its process without waiting for the others, so that the others
-    learn of it; `sys.exit` with an error code still waits for them, up to JAX's five minutes. Process 0 says which
+    learn of it; `sys.exit` with an error code still waits for them, up to `shutdown_timeout_s`. Process 0 says which
     process the others wait for (see `progress`).
 
     Args:
@@ -66,6 +67,7 @@ def init_distributed(
         share the host and their launcher has not divided the devices, else all.
       initialization_timeout_s: how long to wait for the others, in seconds.
       heartbeat_timeout_s: after so many seconds without a sign of life, a process counts as dead and all end.
+      shutdown_timeout_s: how long a process that has ended waits for the others before JAX ends it with an error.
 
     Raises:
       ValueError: arguments or variables contradict each other, are incomplete, or would make the start hang (a loopback
@@ -86,7 +88,12 @@ def init_distributed(
     if place.coordinator_address is not None and place.num_processes is not None:
         me = Entry(place.process_index, place.num_processes, code=code_versions())
         roll = call_roll(me, place.coordinator_address, initialization_timeout_s)
-    _start(place, round(initialization_timeout_s), round(heartbeat_timeout_s))
+    _start(
+        place,
+        initialization_timeout=round(initialization_timeout_s),
+        heartbeat_timeout_seconds=round(heartbeat_timeout_s),
+        shutdown_timeout_seconds=round(shutdown_timeout_s),
+    )
     if roll is not None and len(roll.entries) > 1:
         Progress(roll, place.process_index, job_token()).start()
     _end_on_error()
@@ -124,7 +131,7 @@ def expect_joined() -> None:
             )
 
 
-def _start(place: Place, initialization_timeout_s: int, heartbeat_timeout_s: int) -> None:
+def _start(place: Place, **timeouts: int) -> None:
     if jax.config.jax_cpu_collectives_implementation in (None, "none"):  # type: ignore[attr-defined]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     address = place.coordinator_address
@@ -136,9 +143,8 @@ def _start(place: Place, initialization_timeout_s: int, heartbeat_timeout_s: int
         place.process_index,
         place.local_device_ids,
         cluster_detection_method=None if address is None else "deactivate",
-        initialization_timeout=initialization_timeout_s,
-        heartbeat_timeout_seconds=heartbeat_timeout_s,
         coordinator_bind_address=address if local else None,
+        **timeouts,
     )
 
 

@@ -12,6 +12,7 @@ The files, in reading order:
   tensors    the largest tensors of a moment, and the operations that made them
   products   matrix products, and the dtype in which they are multiplied
   reductions parameters whose gradients stage 3 reduces more than once
+  traffic    bytes of memory that each instruction reads and writes
   overlap    what the schedule waits for, by two clocks
   memory     a running engine's bytes, measured beside the formulas
 

@@ -5,8 +5,10 @@ collective occupies the second, the link, for its bytes at the target's bandwidt
 that starts asynchronously runs beside whatever is scheduled up to its `-done`, where the first clock waits for what is
 left; a synchronous one is waited for at once. What was waited for is exposed. Each iteration of a loop is alike.
 
-Everything but products and convolutions is taken to cost no time, so the hidden share is a cautious one; memory-bound
-work between start and done hides more. Latency is not counted, which matters for small collectives only.
+Without a memory bandwidth everything but products and convolutions is taken to cost no time, so the hidden share is a
+lower bound. With one, each instruction takes the longer of its products and the bytes that it reads and writes
+(`traffic`). Neither counts latency, which matters for small collectives, nor that collectives slow down what runs
+beside them.
 """
 
 import dataclasses
@@ -14,6 +16,7 @@ from collections.abc import Callable
 
 from zero2jax.programs.hlo import Around, Collective, Instruction, Module, collective_kind, make_collective
 from zero2jax.programs.products import Product, Products
+from zero2jax.programs.traffic import Traffic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +27,13 @@ class Rates:
       flops: floating-point operations per second of matrix products.
       bytes_per_s: bytes per second that one device sends for a given collective.
       product_flops: the same as `flops` for a given product; None takes `flops` for all.
+      memory_bytes_per_s: bytes per second that a device reads and writes in its memory; None takes no time.
     """
 
     flops: float
     bytes_per_s: Callable[[Collective], float]
     product_flops: Callable[[Product], float] | None = None
+    memory_bytes_per_s: float | None = None
 
     def seconds(self, product: Product) -> float:
         """Time of one run of a product."""
@@ -63,11 +68,13 @@ class Timeline:
     """The schedule at given rates: products and collectives of one step, in the order of the schedule.
 
     Attributes:
+      step_s: seconds of the step: what is computed, one after the other, and what is waited for.
       compute_s: seconds of the products.
       products: matrix products and convolutions.
       overlaps: collectives.
     """
 
+    step_s: float
     compute_s: float
     products: tuple[Product, ...]
     overlaps: tuple[Overlap, ...]
@@ -95,12 +102,18 @@ class Timeline:
         """Seconds of a step during which the link is busy."""
         return sum(o.seconds * o.collective.trips for o in self.overlaps)
 
+    @property
+    def hidden_share(self) -> float | None:
+        """The share of `communication_s` that is not waited for; None if nothing is communicated."""
+        return 1 - self.exposed_s / self.communication_s if self.communication_s else None
+
 
 def simulate(module: Module, rates: Rates, *, as_before_conversion: bool = False) -> Timeline:
     """Run the two clocks over a program; for `as_before_conversion` see `Products`."""
     products = Products(module, as_before_conversion=as_before_conversion)
     run = _Simulation(rates, products).run(module.entry, Around())
-    return Timeline(run.compute_s, tuple(run.products), tuple(_overlap(one) for one in run.collectives))
+    overlaps = tuple(_overlap(one) for one in run.collectives)
+    return Timeline(run.now, run.compute_s, tuple(run.products), overlaps)
 
 
 @dataclasses.dataclass
@@ -157,6 +170,7 @@ class _Run:
 class _Simulation:
     def __init__(self, rates: Rates, products: Products):
         self.rates, self.products, self.module = rates, products, products.module
+        self.traffic = Traffic(self.module)
 
     def run(self, name: str, around: Around) -> _Run:
         """One run of a computation."""
@@ -181,15 +195,20 @@ class _Simulation:
                 branches = [self.run(target, around) for target in i.called]
                 run.add(max(branches, key=lambda branch: branch.now, default=_Run()), 1)
             else:
-                self._multiply(run, name, i, around)
+                bandwidth = self.rates.memory_bytes_per_s
+                moving_s = self.traffic.of(i, types) / bandwidth if bandwidth else 0.0
+                run.now += max(self._multiply(run, name, i, around), moving_s)
         return run
 
-    def _multiply(self, run: _Run, name: str, i: Instruction, around: Around) -> None:
+    def _multiply(self, run: _Run, name: str, i: Instruction, around: Around) -> float:
+        """Seconds of the products in an instruction."""
+        total = 0.0
         for product in self.products.of(name, i):
-            seconds = self.rates.seconds(product)
-            run.now, run.compute_s = run.now + seconds, run.compute_s + seconds
+            total += self.rates.seconds(product)
             run.flops += product.flops
             run.products.append(dataclasses.replace(product, trips=around.trips))
+        run.compute_s += total
+        return total
 
 
 def _overlap(one: _OnLink) -> Overlap:

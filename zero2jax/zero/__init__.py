@@ -44,6 +44,7 @@ The files, in reading order. The first five are the idea:
     tracing       the loss as a jaxpr, without the mesh
     state, placement    what is at rest, and how it gets there without a full copy
     blueprint     what an engine is told of the layout and the step, and both from shapes
+    schedule      options of the compiler that hide communication
     compiled      the step, evaluations and full parameters of one layout, jitted; donation
     layer_dims    which leading dims are layers: read from the loss, or guessed
     precision, settings, gradient_settings   dtypes; everything that is fixed about a step

@@ -19,6 +19,7 @@ from zero2jax.base.losses import LossFn
 from zero2jax.base.mesh import replicated
 from zero2jax.base.pytrees import PyTree
 from zero2jax.zero.placement import make_opt_state
+from zero2jax.zero.schedule import with_pipelined_gathers
 from zero2jax.zero.shard_plan import ShardPlan
 from zero2jax.zero.state import TrainState
 from zero2jax.zero.step import StepProgram
@@ -69,7 +70,8 @@ class Compiled:
 
     def _compiler_options(self) -> dict[str, Any]:
         options = self._options
-        return dict(options(self.layout.params) if callable(options) else options or {})
+        given = options(self.layout.params) if callable(options) else options or {}
+        return with_pipelined_gathers(given, self._program.settings.step.stage, self._program.mesh)
 
     def _jit_step(self, **options: Any) -> Any:
         shardings = jax.tree.map(lambda x: x.sharding, self.layout.abstract_state(self._program.mesh))

@@ -213,8 +213,8 @@ def _evaluated(
 ) -> Any:
     """`fun(params, batch, rng)`, the leaves of `params` full or stand-ins."""
     jaxpr, out = trace_loss(fun, settings.compute_shapes, batch, rng)
-    warn_of_wide_products(jaxpr, settings.precision.compute_dtype)
-    if trains:
+    if trains:  # what is to be said is said once, by the step
+        warn_of_wide_products(jaxpr, settings.precision.compute_dtype)
         warn_of_unused_leaves(jaxpr, {i: settings.plan.leaves[i].path for i in settings.trained})
     flat = evaluate(jaxpr, [*params, *jax.tree.leaves((batch, rng))], regather=regather)
     return jax.tree.unflatten(jax.tree.structure(out), flat)

@@ -126,12 +126,15 @@ class Scope:
       recomputed: inside a `jax.checkpoint` that saves nothing, so holding a parameter costs nothing.
       in_loop: inside a scan, whose forward and backward loops the compiler cannot merge.
       held: what has been gathered here, and the stand-in it was gathered for, by `_key`.
+      shared: of the whole loss: one function for the bodies of checkpoints that are alike, which jax then traces and
+        transforms once, by what they are alike in.
     """
 
     regather: bool
     recomputed: bool = False
     in_loop: bool = False
     held: dict[Any, tuple[Standin, jax.Array]] = dataclasses.field(default_factory=dict)
+    shared: dict[Any, Callable[..., Sequence[jax.Array]]] = dataclasses.field(default_factory=dict)
 
     @property
     def holds(self) -> bool:
@@ -232,16 +235,27 @@ def _bare(x: Any) -> Any:
     return x.over((None, None)) if isinstance(x, Standin) else None
 
 
+def _kind(x: Any) -> Any:
+    """What of an operand a body is written for; two layers differ by name alone."""
+    return (dataclasses.replace(x.use, path=""), *map(id, x.pending)) if isinstance(x, Standin) else None
+
+
 def _recomputing(
     fun: Callable[..., Sequence[jax.Array]], operands: Sequence[Any], **options: Any
 ) -> Sequence[jax.Array]:
     """`fun(*operands)` under `jax.checkpoint`, with stand-ins passed in rather than what they stand for."""
+    return jax.checkpoint(_over_arrays(fun, operands), **options)(*_arrays_of(operands))
+
+
+def _over_arrays(fun: Callable[..., Sequence[jax.Array]], operands: Sequence[Any]) -> Callable[..., Any]:
+    """`fun` of operands like these as a function of their arrays."""
+    kinds = [_bare(x) for x in operands]
 
     def inner(*arrays: Any) -> Sequence[jax.Array]:
-        pairs = zip(operands, arrays, strict=True)
+        pairs = zip(kinds, arrays, strict=True)
         return fun(*[x.over(a) if isinstance(x, Standin) else a for x, a in pairs])
 
-    return jax.checkpoint(inner, **options)(*_arrays_of(operands))
+    return inner
 
 
 def _regathering(
@@ -284,8 +298,17 @@ def _checkpoint(eqn: Any, operands: list[Any], scope: Scope) -> Sequence[jax.Arr
             stacklevel=2,
         )
     saves_nothing = options["policy"] in (None, jax.checkpoint_policies.nothing_saveable)
-    body = scope.inner(recomputed=scope.recomputed or saves_nothing)
-    return _recomputing(lambda *xs: _evaluate(jaxprs.body(eqn), xs, body.inner()), operands, **options)
+    placed = any(isinstance(x, Standin) and x.use.placement for x in operands)
+    if scope.regather and scope.in_loop and not scope.recomputed and not placed:
+        # Forward and backward are two loops, which nothing merges. The barrier would tie a layer's gathers to the
+        # cotangent that reaches it, and the compiler could not start them an iteration early. (Placed on other axes
+        # they would be all-reduced once more.)
+        options = {**options, "prevent_cse": False}
+    body, inner = jaxprs.body(eqn), scope.inner(recomputed=scope.recomputed or saves_nothing)
+    alike = (id(body), inner.recomputed, inner.in_loop, *map(_kind, operands))
+    if alike not in scope.shared:
+        scope.shared[alike] = _over_arrays(lambda *xs: _evaluate(body, xs, inner.inner()), operands)
+    return jax.checkpoint(scope.shared[alike], **options)(*_arrays_of(operands))
 
 
 def _saved_input(x: Any, depth: int, scope: Scope) -> Any:
@@ -310,7 +333,10 @@ def _scan(eqn: Any, operands: list[Any], scope: Scope) -> Sequence[jax.Array]:
     dropped += [False] * num_carry
     fixed = [x if d else scope.value(x) for x, d in zip(operands[:split], dropped, strict=True)]
     xs = [_scanned(x, scope) for x in operands[split:]]
-    kinds, inside = [_bare(x) for x in xs], scope.inner(in_loop=True, recomputed=False)
+    is_loop = options["length"] > max(
+        int(options["unroll"]), 1
+    )  # else the compiler inlines its only iteration
+    kinds, inside = [_bare(x) for x in xs], scope.inner(in_loop=is_loop, recomputed=False)
 
     def step(*arrays: Any) -> list[jax.Array]:
         pairs = zip(kinds, arrays[split:], strict=True)

@@ -272,7 +272,7 @@ def place_state(state: TrainState, layout: Layout, mesh: Mesh) -> TrainState:
         "engine.step(state, batch). To keep one beside, copy it before the step: jax.tree.map(jnp.copy, state).",
     )
     _check_devices(state, layout, mesh)
-    if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(state)):
+    if not all(issubclass(kind, jax.Array) for kind in set(map(type, jax.tree.leaves(state)))):
         state = jax.tree.map(_as_kept, state, layout.abstract_state(mesh))
     _check_leaves(state, layout)
     return state
@@ -284,8 +284,12 @@ def _check_structure(state: TrainState, layout: Layout) -> None:
             f"reading the state: found {type_name(state)}, expected the TrainState that engine.init or the step "
             f"before returned. A step is state, metrics = engine.step(state, batch)."
         )
-    check_same_structure(layout.params.tree, state.params, "the parameters", "`state.params`")
-    check_same_structure(layout.opt_state.tree, state.opt_state, "the optimizer state", "`state.opt_state`")
+    for plan, tree, name, given in (
+        (layout.params, state.params, "the parameters", "`state.params`"),
+        (layout.opt_state, state.opt_state, "the optimizer state", "`state.opt_state`"),
+    ):
+        if jax.tree.structure(tree) != plan.treedef:
+            check_same_structure(plan.tree, tree, name, given)
     if (state.loss_scale is None) != (layout.loss_scale is None):
         has, wants = ("no", "a") if state.loss_scale is None else ("a", "no")
         raise ValueError(
@@ -326,7 +330,7 @@ def _check_leaves(state: TrainState, layout: Layout) -> None:
     for plan, tree in ((layout.params, state.params), (layout.opt_state, state.opt_state)):
         for leaf, x in zip(plan.leaves, jax.tree.leaves(tree), strict=True):
             shape, dtype = np.shape(x), getattr(x, "dtype", type(x).__name__)
-            if (shape, dtype) != (leaf.rest_shape, leaf.dtype):
+            if shape != leaf.rest_shape or dtype != leaf.dtype:
                 raise ValueError(
                     f"reading the state: leaf {leaf.path!r} is {dtype}{list(shape)} and this engine keeps it as "
                     f"{leaf.dtype}{list(leaf.rest_shape)}. The state belongs to an engine of other parameters or "

@@ -1,0 +1,61 @@
+"""When a step communicates: options of XLA's compiler that hide more of it. They change no number.
+
+Without them each iteration of a loop over layers issues its gathers and waits for them at once, with nothing to run
+beside them. Pipelined, a layer's gathers start one iteration early; the compiler peels the first layer off the loop.
+"""
+
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, SingleDeviceSharding
+
+_GPU_PLATFORMS = ("gpu", "cuda")
+_HIDES_LATENCY = "xla_gpu_enable_latency_hiding_scheduler"
+# The names that jax's compilers have had for it, the newest first; one refuses what it does not know.
+_PIPELINED_GATHERS: tuple[dict[str, bool | str], ...] = (
+    {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"},
+    {"xla_gpu_enable_pipelined_all_gather": True},
+)
+
+
+def with_pipelined_gathers(options: Mapping[str, Any], stage: int, mesh: Mesh) -> dict[str, Any]:
+    """Compiler options of a step, with those that start its gathers early where parameters are gathered at their use.
+
+    Args:
+      options: the user's. Whoever switches off latency hiding (`overlap_comm: false`) gets no pipelining either.
+      stage: ZeRO stage.
+      mesh: of the step; only GPUs have these options.
+    """
+    device = mesh.devices.flat[0]
+    if device.platform not in _GPU_PLATFORMS or stage < 2 or options.get(_HIDES_LATENCY) is False:
+        return dict(options)
+    local = mesh.local_devices or [device]  # none of a target that is not here
+    return {**_spelled(local[0]), **options}
+
+
+@functools.cache
+def _spelled(device: jax.Device) -> dict[str, bool | str]:
+    for options in _PIPELINED_GATHERS:
+        if takes(options, device):
+            return options
+    warnings.warn(
+        f"the compiler of jax {jax.__version__} knows none of the options {[*map(list, _PIPELINED_GATHERS)]}: "
+        f"gathers of stages 2 and 3 are not started early. The step is as exact without.",
+        stacklevel=2,
+    )
+    return {}
+
+
+def takes(options: Mapping[str, Any], device: jax.Device) -> bool:
+    """Whether the compiler for a device knows these options and their values: asked with a trivial function."""
+    scalar = jax.ShapeDtypeStruct((), "float32", sharding=SingleDeviceSharding(device))
+    try:
+        jax.jit(lambda x: x, compiler_options=dict(options)).lower(scalar).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "compile option" not in str(error) and "While setting option" not in str(error):
+            raise
+        return False
+    return True
