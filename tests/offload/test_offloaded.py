@@ -59,7 +59,7 @@ def test_offload_changes_no_bit_without_fused_multiply_adds():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     differ = json.loads(done.stdout.splitlines()[-1])
-    assert len(differ) == 10
+    assert len(differ) == 9
     assert {case: names for case, names in differ.items() if names} == {}
 
 

@@ -112,8 +112,7 @@ def stack_plan(target, **settings):
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
     num_layers, width = 8, 128
     settings = zero2jax.OffloadSettings(chunk_bytes=4 * width * width // 2, **settings)
-    zero = {"stage": 3, "overlap_comm": False}  # else one more layer is gathered ahead
-    config = {"bf16": {"enabled": True}, "gradient_clipping": 1.0, "zero_optimization": zero}
+    config = {"bf16": {"enabled": True}, "gradient_clipping": 1.0, "zero_optimization": {"stage": 3}}
     args = loss_fn, {"w": shape(num_layers, width, width)}, shape(16, width)
     report = zero2jax.plan(
         *args, tx=optax.adam(1e-2), config=config, axes={"data": 2}, target=target, offload=settings
@@ -128,8 +127,8 @@ def test_for_an_h200_chunks_of_the_state_and_layers_of_the_parameters_are_on_the
     rows = {row.name: row for row in report.by_class}
     assert (rows["master"].rest_bytes, rows["optimizer state"].rest_bytes) == (0, 4)  # Adam's count
     assert rows["parameters"].rest_bytes == 0
-    # full ones of two layers, one of them in another layout
-    assert rows["parameters"].peak_bytes <= 2 * 2 * num // 8
+    # Full ones of three layers of eight: in use, in another layout, and gathered an iteration early.
+    assert rows["parameters"].peak_bytes <= 3 * 2 * num // 8
     # Gradients of 2 bytes, and of masters and moments (12 bytes) a chunk of an eighth; a state that came up in one
     # would take 12 alone.
     assert report.total_bytes < (2 + 5) * num // 2

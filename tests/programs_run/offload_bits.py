@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers import FP32, OPTIMIZERS, make_batches, make_engine, make_params, weighted_loss
+from helpers import OPTIMIZERS, make_batches, make_engine, make_params, weighted_loss
 from jax.sharding import PartitionSpec as P
 
 import zero2jax
@@ -80,15 +80,10 @@ AXES = {
         },
         {"update_on": "device"},
     ),
-    "on the host in chunks, groups, a model axis": (
+    "on the host in chunks, groups, a model axis, overflow": (
         {"replica": 2, "data": 2, "model": 2},
-        {"stage": 3, "tx": optax.sgd(1e-2, momentum=0.9), "clip_norm": 0.5, "precision": FP32},
+        {"stage": 3, "tx": optax.sgd(1e-2, momentum=0.9), "clip_norm": 0.5, **FP16},
         {"params": True, "chunk_bytes": 64},
-    ),
-    "on the host, overflow": (
-        {"data": 2},
-        {"stage": 1, "tx": optax.adamw(1e-2), **FP16},
-        {},
     ),
 }
 SPECS = {"down": P(None, "model"), "up": P(None, None, "model")}
