@@ -335,5 +335,8 @@ def test_settings_that_are_none_are_refused(in_memory):
     for name, value in (("buffer_count", 0), ("nvme_path", "")):
         with pytest.raises(ValueError, match=f"reading the offload settings: {name} is"):
             zero2jax.OffloadSettings(**{name: value})
+    for other in ({"nvme_path": "/x"}, {"delay_after": 1}, {"measure": True}):
+        with pytest.raises(ValueError, match="those are of an update on the host"):
+            zero2jax.OffloadSettings(update_on="device", **other)
     with pytest.raises(ValueError, match="this engine keeps no files"):
         zero2jax.reopen_state(in_memory, make_params())
