@@ -188,7 +188,9 @@ def test_train_writes_metrics_report_and_figure(tmp_path, text):
     stages = report["bytes_by_stage"]
     assert stages["0"]["at rest"] > 7 * stages["2"]["at rest"]
     assert stages["1"]["during the step"] > stages["2"]["during the step"] > stages["3"]["during the step"]
+    assert stages["offload"]["at rest"] < stages["2"]["at rest"] / 2
     assert "bytes per device, ZeRO stage 2" in done.stdout
+    assert "total with offload" in done.stdout
 
 
 def test_train_follows_a_deepspeed_file_on_two_mesh_axes(tmp_path, text):

@@ -78,6 +78,7 @@ def test_errors_and_warnings_are_called_by_their_public_name():
         "zero2jax.ConfigWarning",
         "zero2jax.DamagedError",
         "zero2jax.LossScaleError",
+        "zero2jax.OffloadFileError",
         "zero2jax.OutOfMemoryError",
         "zero2jax.StartError",
     }

@@ -18,6 +18,7 @@ from zero2jax.zero.loss_scale import LossScale, LossScaleError, LossScaleState
 from zero2jax.zero.shard_optimizer import shard_optimizer
 
 # Masters and optimizer state in host memory
+from zero2jax.offload.disk_files import OffloadFileError
 from zero2jax.offload.settings import OffloadSettings
 
 # Device memory
@@ -62,6 +63,7 @@ from zero2jax.checkpoints.checkpointer import Checkpointer
 from zero2jax.checkpoints.export import export_checkpoint, load_exported
 from zero2jax.checkpoints.format import CheckpointError, DamagedError
 from zero2jax.checkpoints.matching import CheckpointWarning
+from zero2jax.checkpoints.reopen import reopen_state
 
 # Will it fit?
 from zero2jax.planning.estimate import Estimate, estimate
@@ -90,6 +92,7 @@ __all__ = [
     "LossScaleState",
     "shard_optimizer",
     # Masters and optimizer state in host memory
+    "OffloadFileError",
     "OffloadSettings",
     # Device memory
     "configure_memory",
@@ -137,6 +140,7 @@ __all__ = [
     "Checkpointer",
     "export_checkpoint",
     "load_exported",
+    "reopen_state",
     "CheckpointError",
     "CheckpointWarning",
     "DamagedError",

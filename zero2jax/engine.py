@@ -35,15 +35,13 @@ from zero2jax.memory.out_of_memory import explained
 from zero2jax.memory.step_options import step_options
 from zero2jax.monitors.observers import Observers
 from zero2jax.offload.between import from_host, to_host
-from zero2jax.offload.host_memory import check_hosts, memory_row
+from zero2jax.offload.functions import functions_of, offloaded_layout
 from zero2jax.offload.host_mesh import host_mesh
-from zero2jax.offload.offloaded import Offloaded
-from zero2jax.offload.residents import with_residents
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.processes.agreement import (
     expect_same_start,
     expect_same_step,
-    gather_with_hosts,
+    gather_over,
     spans_processes,
 )
 from zero2jax.processes.progress import STEP_EVENT
@@ -98,7 +96,7 @@ class Engine(WithSettings):
       shard_over_replicas: on a mesh with an axis `replica`, shard the state at rest over that axis too, instead of
         keeping a copy of it in each group of devices; see `zero2jax.base.mesh.DataAxes`.
       activations: what is saved of the loss function's layers for backward, and where; None leaves it to the loss.
-      offload: store masters and optimizer state in host memory and update them there; None keeps them on the devices.
+      offload: what is stored in host memory, and where it is updated; None keeps all of it on the devices.
       arena: store the state in a few large buffers, of which the leaves are views inside the step: fewer arguments, for
         memory; see `zero2jax.memory.arena`. `unpacked` has the leaves.
       compiler_options: for the compilation of this step alone: "latency", "memory" or "deterministic", see
@@ -212,6 +210,11 @@ class Engine(WithSettings):
         return self._compiled.layout
 
     @property
+    def functions(self) -> Compiled:
+        """What the engine runs, jitted for the layout."""
+        return self._compiled
+
+    @property
     def _compiled(self) -> Compiled:
         if self._functions is None:
             raise ValueError(
@@ -236,11 +239,11 @@ class Engine(WithSettings):
             batch = abstract_batch(batch, self.mesh, self.axes.batch)
         layout = self._blueprint.layout(shapes, batch, shapes_of(dict(loss_args or {})))
         if self.offload is not None:
-            layout = with_residents(self._blueprint.program(layout), self.offload.ratio)
+            layout = offloaded_layout(self._blueprint.program(layout), self.offload)
         if self._functions is None or layout != self.layout:
             args = self._blueprint.program(layout), self._compiler_options
             plain = ArenaCompiled if self.arena else Compiled
-            self._functions = Offloaded(*args, self.offload) if self.offload else plain(*args)
+            self._functions = functions_of(*args, self.offload) if self.offload else plain(*args)
         return layout.abstract_state(self.mesh)
 
     def init(
@@ -272,10 +275,11 @@ class Engine(WithSettings):
             shapes = made_shapes(params, args) if makes else params
             self.abstract_state(shapes, batch=batch, loss_args=loss_args)
             expect_same_start(self._blueprint.start(self.layout), self.mesh, args if makes else params)
-            self._check_host_memory()
+            self.functions.check_room(gather_over(self.mesh))
             made = functools.partial(params, *args) if makes else params
-            first = first_state(made, self.tx, self.layout, self.mesh, self.settings.seed)
-            state = self._compiled.stored(first)
+            how = self.functions.keep, self.functions.first_opt_state
+            first = first_state(made, self.layout, self.mesh, self.settings.seed, *how)
+            state = self.functions.stored(first)
         self.overflow_watch.forget()
         return state
 
@@ -394,7 +398,10 @@ class Engine(WithSettings):
         return self._compiled.unpacked(state)
 
     def lower(self, batch: PyTree, *, loss_args: LossArgs = None) -> jax.stages.Lowered:
-        """The step lowered for a batch of these shapes (arrays or shapes), to compile, count and audit."""
+        """The step lowered for a batch of these shapes (arrays or shapes), to compile, count and audit.
+
+        Of an engine whose state is updated on the host, the half that runs on the devices: gradients, norm and verdict.
+        """
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         with self._running():
             shapes = self._compiled.abstract_state(), *self._abstract(batch, loss_args)[1:]
@@ -407,7 +414,8 @@ class Engine(WithSettings):
         with self._running():
             gradients = jax.jit(program.gradients).lower(*self._abstract(batch, loss_args)).compile()
         compiled = self.lower(batch, loss_args=loss_args).compile()
-        return measure_memory(state, compiled, gradients, self.layout, program.settings, self.mesh)
+        seen = self._compiled.on_devices(state)
+        return measure_memory(state, seen, compiled, gradients, self.layout, program.settings, self.mesh)
 
     def activation_profile(self, batch: PyTree, *, loss_args: LossArgs = None) -> ActivationProfile:
         """Time and bytes of each kind of checkpointed segment, one microbatch of a batch of these shapes at a time.
@@ -439,9 +447,3 @@ class Engine(WithSettings):
         """The shapes of what the devices take in a step, with shardings."""
         placed = abstract_batch(batch, self.mesh, self.axes.batch), abstract_loss_args(loss_args, self.mesh)
         return self._compiled.abstract_on_devices(), *placed
-
-    def _check_host_memory(self) -> None:
-        """Refuse to offload what the hosts have no room for, in all processes alike."""
-        if self.offload is not None:
-            row = memory_row(self.layout, self._blueprint.program(self.layout).settings, self.mesh)
-            check_hosts(*gather_with_hosts(row) if spans_processes(self.mesh) else (row[None], ("here",)))

@@ -247,9 +247,8 @@ def report(
     sample = write(make_apply(model)[1], params, prompt, NUM_SAMPLE_BYTES, jax.random.key(args.seed))
     prompt, sample = as_text(prompt), as_text(sample)
     console.print(f"[dim]{escape(prompt)}[/dim]{escape(sample)}")
-    console.print(memory_table(memory))
-
     by_stage = bytes_by_stage(engine, run.tx, run.config, run.specs, run.shapes, batch)
+    console.print(memory_table(memory, by_stage))
     if not run.is_first:
         return
     save_figure(args.out / "report.png", history, by_stage, engine.stage, "nats per byte")

@@ -123,8 +123,12 @@ def test_without_any_optimizer_the_way_out_is_named():
 
 
 def test_what_the_engine_lacks_is_refused_by_name():
-    config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}
-    words = r"Switch it off \(bf16 .*\): 1 error\n  - zero_optimization.offload_optimizer.device = 'nvme'"
+    config = {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}
+    }
+    words = (
+        r"Switch it off \(bf16 .*\): 1 error\n  - zero_optimization.offload_optimizer.super_offload = true"
+    )
     with pytest.raises(zero2jax.ConfigError, match=words):
         zero2jax.initialize(loss_fn, optax.sgd(0.1), config, zero2jax.make_mesh(data=2))
 

@@ -4,6 +4,7 @@ The files, in reading order:
 
   pytrees         names, shapes and choices of the leaves of a tree
   mesh            device meshes, and which of their axes hold different examples
+  memories        the memory of a device, and the pinned memory of its host
   batches         batches: checked, placed over the devices, ordered over epochs
   losses          what a loss function returns, and its exact mean over devices and microbatches
   transformation  what is asked of an optax transformation

@@ -53,6 +53,7 @@ from zero2jax.checkpoints.state_leaves import (
 )
 from zero2jax.engine import Engine
 from zero2jax.memory.arena import in_arena
+from zero2jax.processes.agreement import gather_over
 from zero2jax.zero.state import TrainState, check_state
 
 if TYPE_CHECKING:  # they import Orbax
@@ -192,6 +193,7 @@ class Checkpointer:
         Raises:
           CheckpointError: there is no such checkpoint; it does not fit the engine (lists every leaf that differs); a
             file of it is damaged (names it, and the complete checkpoint before).
+          ValueError: the engine offloads to hosts without room for the state.
         """
         self.wait()
         engine = engine or self.engine
@@ -215,9 +217,11 @@ class Checkpointer:
             taken = [leaf.name for leaf, source in zip(leaves, sources, strict=True) if source is not None]
             if strict:
                 check_containers(checkpoint, optimizer_containers(layout), taken)
+            if into is None:
+                engine.functions.check_room(gather_over(mesh))
             restored = [
-                x if source is None else read_leaf(checkpoint, source, leaf)
-                for leaf, source, x in zip(leaves, sources, given, strict=True)
+                x if source is None else engine.functions.keep(i, read_leaf(checkpoint, source, leaf))
+                for i, (leaf, source, x) in enumerate(zip(leaves, sources, given, strict=True))
             ]
             extra = checkpoint.extra()
         except DamagedError as error:

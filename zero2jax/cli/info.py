@@ -14,15 +14,29 @@ from zero2jax.base.versions import installed_version
 from zero2jax.cli.doctor import System, problems
 from zero2jax.memory.configure import client_options
 from zero2jax.memory.step_options import PRESETS, preset_options, refused_options
+from zero2jax.offload.rates import measured_rates
 from zero2jax.planning.targets import CUDA_PACKAGES
 
 _ALLOCATOR = ("allocator", "memory_fraction", "preallocate", "collective_memory_size")
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _PACKAGES = ("zero2jax", "jax", "jaxlib", "optax", "orbax-checkpoint", "flax", "numpy")
+_RATES = {
+    "up": "host to device, measured",
+    "down": "device to host, measured",
+    "write": "disk, written",
+    "read": "disk, read (from the page cache, if it fits)",
+}
 
 
-def environment_report() -> dict[str, Any]:
-    """Versions, devices, and whether CUDA compiles here without a GPU; plain JSON types."""
+def environment_report(*, measure: bool = False, nvme_path: str | None = None) -> dict[str, Any]:
+    """Versions, devices, and whether CUDA compiles here without a GPU; plain JSON types.
+
+    Args:
+      measure: add `bytes_per_s`, measured between the first device and the host.
+      nvme_path: and of a file in this folder.
+    """
+    measured = measure or nvme_path is not None
+    rates = measured_rates(jax.local_devices()[0], nvme_path) if measured else {}
     cuda = {name: installed_version(name) for name in CUDA_PACKAGES}
     return {
         "python": platform.python_version(),
@@ -46,6 +60,7 @@ def environment_report() -> dict[str, Any]:
             }
             for device in jax.devices()
         ],
+        **({"bytes_per_s": rates} if rates else {}),
     }
 
 
@@ -103,6 +118,8 @@ def print_environment(report: dict[str, Any], console: Console | None = None) ->
     for name, kind, memories in kinds:
         count = sum((d["platform"], d["kind"]) == (name, kind) for d in report["devices"])
         table.add_row("devices", f"{count} x {name} ({kind}), memory kinds: {memories or 'unknown'}")
+    for name, rate in report.get("bytes_per_s", {}).items():
+        table.add_row(_RATES[name], f"{rate / 1e9:.2f} GB/s")
     console.print(table)
     for problem in report["problems"]:
         console.print(

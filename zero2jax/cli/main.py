@@ -36,6 +36,7 @@ from zero2jax.cli.plan import (
 from zero2jax.cli.usage import UsageError
 from zero2jax.config.check import examine
 from zero2jax.config.reading import ConfigError
+from zero2jax.offload.disk_files import OffloadFileError
 from zero2jax.planning.estimate import STAGES, BytesPerParam, ModelStates, largest_model
 from zero2jax.planning.targets import DEVICES_PER_HOST
 
@@ -89,13 +90,18 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def info(json: bool = False) -> None:
+def info(json: bool = False, measure: bool = False, nvme_path: str | None = None) -> None:
     """Print versions and devices.
 
     Args:
         json: Print JSON.
+        measure: Measure the bandwidth between the first device and the host.
+        nvme_path: And that of a file in this folder.
     """
-    report = environment_report()
+    try:
+        report = environment_report(measure=measure, nvme_path=nvme_path)
+    except OffloadFileError as error:
+        raise UsageError(str(error)) from error
     if json:
         print(json_text.dumps(report, indent=2))
     else:

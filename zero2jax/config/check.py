@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from zero2jax.activations.layers import ActivationSettings
 from zero2jax.base.mesh import MODEL_AXIS
+from zero2jax.base.tables import readable_bytes
 from zero2jax.config.keys import KEYS, SECRETS, Treatment, key_of
 from zero2jax.config.reading import Source, read
 from zero2jax.config.rules import (
@@ -24,6 +25,7 @@ from zero2jax.config.rules import (
 from zero2jax.config.schema import FP16, ActivationCheckpointing, Config, Memory
 from zero2jax.config.translate import DTYPES, EngineSettings, activations_of, batch_of, translate
 from zero2jax.config.values import ConfigError, Report, shown
+from zero2jax.offload.settings import OffloadSettings
 from zero2jax.zero.precision import Precision
 
 # Wider than any model: shows the bucket sizes as the file has them.
@@ -219,9 +221,13 @@ def _effective(settings: EngineSettings, num_devices: int | None) -> dict[str, s
         effective["masters"] = _stored(step.precision, "master_dtype")
         effective["optimizer state"] = _stored(step.precision, "state_dtype")
     if settings.offload is not None:
+        path = settings.offload.nvme_path
+        where = "host memory" if path is None else f"files below {path}"
         effective["masters and optimizer state"] = (
-            f"{settings.offload.ratio:.0%} in host memory, updated on the host's CPU"
+            f"{_ratio(settings.offload)} in {where}, updated on the host's CPU"
         )
+        if settings.offload.params:
+            effective["parameters"] = f"{compute}, in pinned host memory, fetched where they are used"
     if "gradient_clipping" not in config.given:
         effective["gradient clipping"] += " (the key is absent; DeepSpeed since 0.19.3 would clip at 1.0)"
     if config.bf16.enabled:
@@ -239,6 +245,12 @@ def _effective(settings: EngineSettings, num_devices: int | None) -> dict[str, s
 def _stored(precision: Precision, name: str) -> str:
     dtype = _WORDS[getattr(precision, name).name]
     return f"{dtype}, rounded stochastically" if dtype == "bf16" and precision.rounds_at_random else dtype
+
+
+def _ratio(offload: OffloadSettings) -> str:
+    if isinstance(offload.ratio, str):
+        return f"so much that a device stores {readable_bytes(offload.device_bytes or 0)} between steps"
+    return f"{offload.ratio:.0%}"
 
 
 def _batch(settings: EngineSettings, num_devices: int | None) -> str:

@@ -75,7 +75,7 @@ def initialize(
       shard_over_replicas: as for `Engine`; `zero_hpz_partition_size` means it.
       activations: what is saved of the layers for backward; by default what the `activation_checkpointing` block
         says, if any of its keys is on.
-      offload: as for `Engine`; by default what `offload_optimizer` says.
+      offload: as for `Engine`; by default what `offload_optimizer` and `offload_param` say.
 
     Raises:
       ConfigError: the configuration breaks a rule, asks for what the engine cannot do yet, or has no optimizer
@@ -91,7 +91,7 @@ def initialize(
     _configure_memory(loaded, mesh)
     mesh = _mesh(loaded, mesh, axis_name)
     axes = data_axes(mesh, axis_name, rest_over_replicas=shard_over_replicas)
-    for note in device_notes(loaded, int(mesh.shape[axis_name])):
+    for note in device_notes(loaded, int(mesh.shape[axis_name])) if offload is None else ():
         warn(note)
     expect_same("the configuration and the mesh", [loaded.source, dict(mesh.shape)])
     settings = _translate(loaded, mesh, axes, keep_fp32=keep_fp32, gather=gather, seed=seed)

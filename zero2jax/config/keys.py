@@ -37,7 +37,6 @@ _STAGE3 = "gathers follow the program and its remat policy, not a size"
 _POINT_OF_USE = "parameters are gathered where they are used, modules are unknown"
 _DIVISION = "without reduce-scatter the mean is the same, only the order of the division differs"
 _TORCH = "chooses between torch implementations of the same update"
-_WITH_OFFLOAD = "with the offload device"
 _WITH_NVME = "with the offload device nvme"
 _CHECKPOINT = "the step writes no checkpoint"
 _QUANTIZED = (
@@ -128,10 +127,21 @@ _IMPLEMENTED = {
     **_table(
         Treatment.IMPLEMENTED,
         {
-            "device": "cpu: masters and optimizer state in host memory, updated there; nvme: not yet",
+            "device": "masters and optimizer state in host memory (cpu) or in files (nvme), updated by the host's CPU",
+            "nvme_path": "with nvme, the folder; each process makes one of its own there",
+            "buffer_count": "with nvme, buffers in host memory, of a chunk's masters in size; a chunk of Adam takes 4",
+            "pipeline_read": "with nvme, buffer_count buffers more, so that a chunk is read while another is updated",
+            "pipeline_write": "with nvme, buffer_count buffers more, so that a chunk is written meanwhile",
             "ratio": "part of their bytes that the host has; the devices keep and update the other leaves",
+            "device_bytes": "not DeepSpeed's: the smallest ratio at which a device stores no more between steps",
+            "delay_after": "not DeepSpeed's: after so many steps updates run beside the next step, one step late",
         },
         "zero_optimization.offload_optimizer.",
+    ),
+    **_table(
+        Treatment.IMPLEMENTED,
+        {"device": "cpu: at stage 3, 16-bit parameters in pinned host memory, fetched where they are used"},
+        "zero_optimization.offload_param.",
     ),
     **_table(
         Treatment.IMPLEMENTED,
@@ -249,6 +259,11 @@ _NO_EFFECT = {
     ),
     **_table(
         Treatment.NO_EFFECT,
+        {"pin_memory": "parameters in host memory are pinned"},
+        "zero_optimization.offload_param.",
+    ),
+    **_table(
+        Treatment.NO_EFFECT,
         {
             "optimizer.legacy_fusion": _TORCH,
             "optimizer.params.torch_adam": _TORCH,
@@ -293,10 +308,6 @@ _NOT_YET = {
     **_table(
         Treatment.NOT_YET,
         {
-            "nvme_path": _WITH_NVME,
-            "buffer_count": _WITH_NVME,
-            "pipeline_read": _WITH_NVME,
-            "pipeline_write": _WITH_NVME,
             "super_offload": "a speculative update, before the gradients are judged",
         },
         "zero_optimization.offload_optimizer.",
@@ -304,12 +315,10 @@ _NOT_YET = {
     **_table(
         Treatment.NOT_YET,
         {
-            "device": "parameters outside device memory; below stage 3 DeepSpeed ignores the block",
-            "nvme_path": _WITH_OFFLOAD,
-            "buffer_count": _WITH_OFFLOAD,
-            "buffer_size": _WITH_OFFLOAD,
-            "max_in_cpu": _WITH_OFFLOAD,
-            "pin_memory": _WITH_OFFLOAD,
+            "nvme_path": _WITH_NVME,
+            "buffer_count": _WITH_NVME,
+            "buffer_size": _WITH_NVME,
+            "max_in_cpu": _WITH_NVME,
         },
         "zero_optimization.offload_param.",
     ),

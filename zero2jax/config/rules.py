@@ -146,6 +146,23 @@ def _zero_rules(config: Config, report: Report) -> None:
     if offload is not None and offload.ratio < 1.0 and zero.stage != 3:
         rule = f"a part of the optimizer on the host needs stage 3, the stage is {zero.stage}"
         report.error(f"{path}.offload_optimizer.ratio", offload.ratio, rule, "Use 1.0 or stage 3.")
+    if (
+        offload is not None
+        and offload.device_bytes is not None
+        and f"{path}.offload_optimizer.ratio" in config.given
+    ):
+        rule = "it chooses the ratio, and the file gives one"
+        report.error(
+            f"{path}.offload_optimizer.device_bytes", offload.device_bytes, rule, "Keep one of the two."
+        )
+    if offload_device(config) == "nvme" and offload and offload.delay_after is not None:
+        rule = "a step waits for its files, so its update cannot run beside the next"
+        report.error(
+            f"{path}.offload_optimizer.delay_after", offload.delay_after, rule, 'Use "cpu", or remove it.'
+        )
+    if offload_device(config) == "nvme" and not (offload and offload.nvme_path):
+        rule = "it needs nvme_path, a folder of a local disk"
+        report.error(f"{path}.offload_optimizer.device", "nvme", rule, 'Give nvme_path, or use "cpu".')
     if zero.mics_shard_size > 0 and zero.zero_hpz_partition_size > 1:
         rule = "it and zero_hpz_partition_size both give the size of a group"
         report.error(f"{path}.mics_shard_size", zero.mics_shard_size, rule, "Keep one of the two.")
@@ -155,6 +172,11 @@ def _zero_rules(config: Config, report: Report) -> None:
     if zero.offload_param is not None and zero.offload_param.device != "none" and zero.stage < 3:
         report.notes.append(
             f"{path}.offload_param is ignored at stage {zero.stage}, as in DeepSpeed: it needs stage 3."
+        )
+    if param_device(config) == "cpu" and (offload is None or offload.device == "none" or offload.ratio == 0):
+        report.notes.append(
+            f"{path}.offload_param without offload_optimizer moves nothing: what the loss gathers are shards of the "
+            f"fp32 masters, which the devices keep for the update; there are no others."
         )
     if zero.elastic_checkpoint and zero.stage == 3:
         report.notes.append(f"{path}.elastic_checkpoint is not available at stage 3 in DeepSpeed either.")
@@ -223,19 +245,23 @@ def _not_yet(config: Config) -> Iterator[str]:
             asked = getattr(config, block).enabled and asked
         elif block == "zero_optimization.offload_optimizer":
             asked = asked and offload_device(config) != "none" and name == "super_offload"
-        elif block == "zero_optimization.offload_param":
-            asked = value != default and config.zero_optimization.stage == 3
         if asked:
             yield f"{path} = {shown(value)}: {KEYS[path].becomes}"
-    if offload_device(config) == "nvme":
-        path = "zero_optimization.offload_optimizer.device"
-        yield f"{path} = 'nvme': optimizer state on local disks"
+    if param_device(config) == "nvme":
+        path = "zero_optimization.offload_param.device"
+        yield f"{path} = 'nvme': parameters on local disks"
 
 
 def offload_device(config: Config) -> str:
     """Where `offload_optimizer` puts the optimizer state: "none", "cpu" or "nvme"."""
     block = config.zero_optimization.offload_optimizer
     return "none" if block is None else block.device
+
+
+def param_device(config: Config) -> str:
+    """Where `offload_param` puts parameters: "none" below stage 3, as in DeepSpeed, "cpu" or "nvme"."""
+    zero = config.zero_optimization
+    return "none" if zero.offload_param is None or zero.stage < 3 else zero.offload_param.device
 
 
 def open_rates(config: Config) -> list[str]:

@@ -49,6 +49,8 @@ class OffloadOptimizer:
     pipeline_write: bool = setting(False, boolean())
     fast_init: bool = setting(False, boolean())
     ratio: float = setting(1.0, number(0.0, 1.0))
+    device_bytes: int | None = setting(None, optional(integer(1)))
+    delay_after: int | None = setting(None, optional(_COUNT))
     super_offload: bool = setting(False, boolean())
     cpuadam_cores_perc: float = setting(0.8, number(0.0, 1.0))
 

@@ -15,7 +15,8 @@ from zero2jax.activations.layers import ActivationSettings
 from zero2jax.base.mesh import MODEL_AXIS, DataAxes
 from zero2jax.base.pytrees import LeafPredicate
 from zero2jax.config.compiler_options import compiler_options
-from zero2jax.config.schema import FP16, ActivationCheckpointing, Config
+from zero2jax.config.rules import param_device
+from zero2jax.config.schema import FP16, ActivationCheckpointing, Config, OffloadOptimizer
 from zero2jax.config.values import ConfigError
 from zero2jax.memory.configure import MemorySettings
 from zero2jax.memory.step_options import installed_options, preset_options
@@ -125,14 +126,10 @@ def translate(
         seed=seed,
         axes=axes,
     )
-    block = zero.offload_optimizer
-    offload = None
-    if block is not None and block.device != "none" and block.ratio > 0:
-        offload = OffloadSettings(ratio=block.ratio)
     return EngineSettings(
         config=config,
         step=step,
-        offload=offload,
+        offload=_offload(zero.offload_optimizer, params=param_device(config) == "cpu"),
         memory=config.memory.settings,
         activations=activations_of(config),
     )
@@ -142,6 +139,22 @@ def _masters(config: Config) -> str:
     if config.fp16.enabled and config.fp16.fp16_master_weights_and_grads:
         return "fp16"
     return "bf16" if config.bf16.enabled and config.bf16.bf16_master_weights_and_grads else "fp32"
+
+
+def _offload(block: OffloadOptimizer | None, *, params: bool) -> OffloadSettings | None:
+    """What `offload_optimizer` asks for; None for all on the devices."""
+    if block is None or block.device == "none" or block.ratio == 0:
+        return None
+    budget: dict[str, Any] = {"ratio": "auto", "device_bytes": block.device_bytes}
+    common = (budget if block.device_bytes else {"ratio": block.ratio}) | {
+        "delay_after": block.delay_after,
+        "params": params,
+    }
+    if block.device == "cpu":
+        return OffloadSettings(**common)
+    # what is read ahead and what is written behind has buffers of its own
+    buffers = max(1, block.buffer_count) * (1 + block.pipeline_read + block.pipeline_write)
+    return OffloadSettings(**common, nvme_path=block.nvme_path, buffer_count=buffers)
 
 
 def _loss_scale(block: FP16) -> LossScale | None:

@@ -79,9 +79,13 @@ class HostStep:
         mean = program.mean_gradient(sums, factor, layout.trained(layout.params.tree))
         applied, metrics = judged(mean, totals, program.settings)
         loss_scale, scale_metrics = program.next_scale(state, metrics["applied"])
-        old = unpad(state.params, layout.params, mesh)
-        new = pad(chosen(applied, store_frozen(old, totals.frozen, layout), old), layout.params, mesh)
-        frozen = [x for x, t in zip(jax.tree.leaves(new), layout.trainable, strict=True) if not t]
+        # Of frozen leaves alone: the others may lie in host memory, where nothing is computed.
+        plan, kinds = layout.frozen_params, layout.trainable
+        leaves = [x for x, t in zip(jax.tree.leaves(state.params), kinds, strict=True) if not t]
+        unpadded = iter(unpad(leaves, plan, mesh))
+        old = layout.params.treedef.unflatten([None if t else next(unpadded) for t in kinds])
+        new = jax.tree.leaves(chosen(applied, store_frozen(old, totals.frozen, layout), old))
+        frozen = pad(new, plan, mesh)
         kept = state._replace(step=state.step + 1, params=frozen, loss_scale=loss_scale)
         handed = Handed(
             factor=factor,

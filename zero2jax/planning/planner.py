@@ -25,6 +25,7 @@ from zero2jax.base.tables import readable_bytes
 from zero2jax.config.initialize import initialize
 from zero2jax.config.reading import Source, read_config
 from zero2jax.engine import Engine
+from zero2jax.offload.settings import OffloadSettings
 from zero2jax.planning.offload_plan import offload_plan
 from zero2jax.planning.report import PlanReport, class_rows, shortened
 from zero2jax.planning.targets import DEVICES_PER_HOST, MEMORY_FRACTION, Target, get_target, target_mesh
@@ -49,6 +50,7 @@ class Program:
       batch: shapes of a global batch, of all devices and microbatches of one step.
       tx: optax transformation; None takes the `optimizer` block of the configuration.
       param_specs: PartitionSpecs for mesh axes other than the data axis.
+      offload: what is stored in host memory; None takes what the configuration says.
       notes: what reports about it should say.
       trainable: as for `initialize`: what is not trainable has neither gradient nor optimizer state.
     """
@@ -58,6 +60,7 @@ class Program:
     batch: PyTree
     tx: optax.GradientTransformation | None = None
     param_specs: PyTree | None = None
+    offload: OffloadSettings | None = None
     notes: tuple[str, ...] = ()
     trainable: PyTree | LeafPredicate | None = None
 
@@ -139,6 +142,7 @@ def plan(
     target: str | Target,
     param_specs: PyTree | None = None,
     trainable: PyTree | LeafPredicate | None = None,
+    offload: OffloadSettings | None = None,
     devices_per_host: int = DEVICES_PER_HOST,
     memory_fraction: float = MEMORY_FRACTION,
     in_node_bytes_per_s: float | None = None,
@@ -156,6 +160,7 @@ def plan(
       target: `"v100-32gb"`, `"a100-80gb"`, `"h100-80gb"`, `"h200"`, `"b200"`: needs the CUDA compiler's packages and
         no GPU; `"local"`: the devices here; `"cpu"`: simulated CPU devices; or a `Target` of your own.
       param_specs: PartitionSpecs for the mesh axes other than the data axis.
+      offload: as for `initialize`; by default what the configuration says.
       devices_per_host: devices of one host.
       memory_fraction: part of a device's memory that the program may use; what is left over is for the CUDA
         context, NCCL, cuDNN and cuBLAS; what `XLA_CLIENT_MEM_FRACTION` will be.
@@ -175,7 +180,7 @@ def plan(
     """
     chosen = get_target(target).with_rates(in_node_bytes_per_s, across_bytes_per_s)
     settings = PlanSettings(dict(axes), chosen, devices_per_host, memory_fraction)
-    program = Program(loss_fn, params, batch, tx, param_specs, trainable=trainable)
+    program = Program(loss_fn, params, batch, tx, param_specs, offload=offload, trainable=trainable)
     return compile_plan(lower_plan(prepare_plan(program, config, settings)))
 
 
@@ -191,6 +196,7 @@ def prepare_plan(program: Program, config: Source | None, settings: PlanSettings
             mesh,
             param_specs=program.param_specs,
             trainable=program.trainable,
+            offload=program.offload,
         )
     if not settings.target.has_bf16 and engine.precision.compute_dtype == jnp.bfloat16:
         raise ValueError(
@@ -289,9 +295,9 @@ def _formulas(engine: Engine, settings: GradientSettings) -> dict[str, Formula]:
 def _argument_class(name: str) -> str:
     if name.startswith("copies"):
         return PARAMETERS
-    if name.startswith("state.params"):
+    if name.startswith(("state.params", "masters")):
         return MASTER
-    return OPTIMIZER if name.startswith("state.opt_state") else OTHER
+    return OPTIMIZER if name.startswith(("state.opt_state", "opt_state")) else OTHER
 
 
 def _local_limit(target: Target, mesh: Mesh) -> int | None:

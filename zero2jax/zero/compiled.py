@@ -12,17 +12,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from zero2jax.base import losses
 from zero2jax.base.losses import LossFn
 from zero2jax.base.mesh import replicated
 from zero2jax.base.pytrees import PyTree
+from zero2jax.zero.placement import make_opt_state
 from zero2jax.zero.schedule import with_pipelined_gathers
 from zero2jax.zero.shard_plan import ShardPlan
 from zero2jax.zero.state import TrainState, place_state
 from zero2jax.zero.step import StepProgram
 
 CompilerOptions = Mapping[str, Any] | Callable[[ShardPlan], Mapping[str, Any]] | None
+
+Gather = Callable[[np.ndarray], tuple[np.ndarray, tuple[str, ...]]]
+"""A row of numbers -> (the rows of all processes, the names of their hosts)."""
 
 _MAX_EVALUATIONS = 8  # loss functions whose evaluation stays compiled
 
@@ -78,6 +83,24 @@ class Compiled:
     def _jit_step(self, **options: Any) -> Any:
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state())
         return jax.jit(self._program.step, out_shardings=(shardings, self._replicated), **options)
+
+    def check_room(self, gather: Gather) -> None:
+        """Raise a ValueError if a host has no room for a state: its devices say so themselves."""
+
+    def keep(self, position: int, x: jax.Array) -> Any:
+        """What stands in a new state for its leaf at a position, given where it is stored: the array itself."""
+        return x
+
+    def reopened(self, gather: Gather) -> list[Any]:
+        """The leaves of a state that is in files: there are none."""
+        raise ValueError(
+            "reopening a state: this engine keeps no files. Build it with OffloadSettings(nvme_path=...), like that of "
+            "the run that left them, or restore a checkpoint."
+        )
+
+    def first_opt_state(self, params: PyTree) -> PyTree:
+        """The optimizer's initial state where it is stored, from parameters where they are."""
+        return make_opt_state(self._program.tx, params, self.layout, self._program.mesh)
 
     def programs(self, state: TrainState, batch: PyTree, *more: PyTree) -> list[jax.stages.Lowered]:
         """What a step of these arguments runs, lowered."""

@@ -26,17 +26,23 @@ class GradientSettings:
       trainable: per leaf, whether it has a gradient.
       step: the settings of the step.
       num_batch_shards: devices that a batch is sharded over.
+      pinned: the indices of leaves whose shards the loss takes from pinned host memory.
     """
 
     plan: ShardPlan
     trainable: tuple[bool, ...]
     step: StepSettings
     num_batch_shards: int
+    pinned: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, layout: Layout, step: StepSettings, mesh: Mesh) -> "GradientSettings":
         """Those of a layout of the state on a mesh."""
-        return cls(layout.params, layout.trainable, step, axis_size(mesh, step.axes.batch))
+        settings = cls(layout.params, layout.trainable, step, axis_size(mesh, step.axes.batch))
+        if not layout.pinned_params:
+            return settings
+        pinned = frozenset(i for k, i in enumerate(settings.trained) if k not in layout.resident_params)
+        return dataclasses.replace(settings, pinned=pinned)
 
     @property
     def axes(self) -> DataAxes:
@@ -64,9 +70,14 @@ class GradientSettings:
         return self.precision.compute(leaf) if self.trainable[i] else leaf.dtype
 
     def gradient_dtype(self, i: int) -> Any:
-        """The dtype in which a step's gradient of leaf `i` is kept until the optimizer sees it."""
+        """The dtype in which a step's gradient of leaf `i` is kept until it is complete."""
         leaf, accumulated = self.plan.leaves[i], self.step.num_microbatches > 1
         return self.precision.accumulate(leaf) if accumulated else self.precision.summed(leaf)
+
+    def sum_dtype(self, i: int) -> Any:
+        """The dtype in which the optimizer gets that gradient: stages 0 and 1 reduce it when it is complete."""
+        reduced_last = self.step.stage <= 1
+        return self.precision.summed(self.plan.leaves[i]) if reduced_last else self.gradient_dtype(i)
 
     @property
     def uses(self) -> list[Use]:
@@ -78,8 +89,10 @@ class GradientSettings:
         ]
         in_order, kept = self.precision.fp32_sum, self._max_kept
         return [
-            dataclasses.replace(use, prescale=prescale, in_order=in_order, max_kept=most)
-            for use, most in zip(uses, kept, strict=True)
+            dataclasses.replace(
+                use, prescale=prescale, in_order=in_order, max_kept=most, pinned=i in self.pinned
+            )
+            for i, (use, most) in enumerate(zip(uses, kept, strict=True))
         ]
 
     @property

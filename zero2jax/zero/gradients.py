@@ -157,7 +157,10 @@ def _evaluated(
 def full_params(settings: GradientSettings, params: PyTree) -> PyTree:
     """Shards at rest -> full parameters, without padding, in the dtypes that they are stored in."""
     dtypes = [leaf.dtype for leaf in settings.plan.leaves]
-    uses = [dataclasses.replace(use, dtype=dtype) for use, dtype in zip(settings.uses, dtypes, strict=True)]
+    uses = [
+        dataclasses.replace(use, dtype=dtype, pinned=False)
+        for use, dtype in zip(settings.uses, dtypes, strict=True)
+    ]
     shards = _group_shards(settings, uses, params)
     return settings.plan.treedef.unflatten(by_layer(gather, list(zip(uses, shards, strict=True))))
 

@@ -78,6 +78,10 @@ class LeafPlan:
         """The number of parts that the leaf is sharded into over the mesh axes of `model_spec`."""
         return math.prod(mesh.shape[n] for entry in self.model_spec for n in _axis_names(entry))
 
+    def device_bytes(self, mesh: Mesh) -> int:
+        """Bytes at rest on each device, padding included."""
+        return self.rest_bytes // self.num_model_shards(mesh)
+
     def spec(self, axis_name: AxisName = DATA_AXIS) -> P:
         """PartitionSpec over every axis of the mesh, of the true shape and the one at rest alike."""
         entries = list(self.model_spec) or [None] * len(self.shape)
