@@ -172,3 +172,13 @@ def test_a_policy_that_is_none_is_refused_by_check_too():
         ConfigError, match=r"activation_checkpointing\.policy: .*'dotz'.* Did you mean 'dots'"
     ):
         check_config(read_config({"activation_checkpointing": {"policy": "dotz"}}))
+
+
+@pytest.mark.parametrize(
+    ("stage", "param", "expected"), [(3, "cpu", True), (2, "cpu", False), (3, "none", False)]
+)
+def test_offload_param_puts_the_engines_parameters_on_the_host_at_stage_3(stage, param, expected):
+    blocks = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": param}}
+    config = read_config({"zero_optimization": {"stage": stage, **blocks}})
+    assert translate(config, shards_from="").offload.params is expected
+    assert ("parameters" in check_config(config).effective) is expected

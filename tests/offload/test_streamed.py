@@ -67,8 +67,6 @@ def test_state_and_parameters_wait_on_the_host_and_scalars_on_the_devices(engine
     assert_trees_close(as_numpy((state, metrics)), as_numpy((expected, others)), rtol=1e-5, atol=1e-7)
     full = engine.params(state), plain.params(expected)
     assert_trees_close(*map(as_numpy, full), rtol=1e-5, atol=1e-7)
-    losses = [e.evaluate(s, make_batch(seed=9)) for e, s in ((engine, state), (plain, expected))]
-    np.testing.assert_allclose(*losses, rtol=1e-5)
     report = engine.memory(state, make_batch())
     size = host_memory.pinned_param_bytes(
         engine.layout, engine._blueprint.program(engine.layout).settings, engine.mesh
