@@ -165,7 +165,6 @@ def test_every_metric_of_a_step_is_documented():
 def test_what_the_readme_says_is_not_yet_there_is_what_the_engine_refuses():
     said = {
         "offload of parameters": "zero_optimization.offload_param.device",
-        "bf16 masters": "bf16.bf16_master_weights_and_grads",
         "quantised collectives": "zero_optimization.zero_quantized_gradients",
         "TensorBoard": "tensorboard.enabled",
         "CSV": "csv_monitor.enabled",
