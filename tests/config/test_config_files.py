@@ -272,7 +272,7 @@ def test_config_trains_for_two_steps(name, tmp_path, monkeypatch):
 
 
 # what has no learning rate until it is filled in; what is not there yet
-LEFT_AT_AUTO, NOT_THERE = {"hf_zero2_auto"}, {"hf_zero3_offload", "nvme_infinity"}
+LEFT_AT_AUTO, NOT_THERE = {"hf_zero2_auto"}, {"nvme_infinity"}
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")  # each file has its own; what they say is held elsewhere
