@@ -7,6 +7,7 @@ per device. Compiler-decided ZeRO (sharding constraints) is compiled in the same
 """
 
 import argparse
+import dataclasses
 import math
 import os
 import sys
@@ -23,7 +24,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zero2jax
-from zero2jax.programs.hlo import KINDS, collectives
+from zero2jax.planning.targets import get_target
+from zero2jax.programs.hlo import KINDS, collectives, parse
+from zero2jax.programs.overlap import Rates, simulate
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 import programs  # noqa: E402
@@ -35,7 +38,7 @@ SMALL = 64 * 1024  # collectives of at most this many bytes are left out of the 
 
 
 def report(name: str, lowered: jax.stages.Lowered, param_bytes: int) -> None:
-    """One line of memory, one of collectives in units of the parameters' bytes."""
+    """A line of memory, one of collectives in units of the parameters' bytes, one of what the schedule hides."""
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
@@ -53,7 +56,18 @@ def report(name: str, lowered: jax.stages.Lowered, param_bytes: int) -> None:
             share = sum(c.total_bytes for c in large) / param_bytes
             parts.append(f"{kind} {share:.2f} x parameters in {len(large)}")
     small = sum(c.num_bytes <= SMALL for c in found)
-    print(f"{'':34} {'; '.join(parts)}; {small} of at most 64 KiB", flush=True)
+    print(f"{'':34} {'; '.join(parts)}; {small} of at most 64 KiB")
+    card = get_target("h200")
+    rates = Rates(card.peak_flops or math.inf, lambda c: card.bytes_per_s(c.kind, across=False) or math.inf)
+    alone, more = (
+        simulate(parse(compiled.as_text()), dataclasses.replace(rates, memory_bytes_per_s=bandwidth))
+        for bandwidth in (None, card.memory_bytes_per_s)
+    )
+    print(
+        f"{'':34} {alone.communication_s:.3f} s of collectives, hidden {alone.hidden_share:.1%} by products alone, "
+        f"{more.hidden_share:.1%} with memory-bound work; step {alone.step_s:.3f} and {more.step_s:.3f} s",
+        flush=True,
+    )
 
 
 def main() -> None:
