@@ -58,6 +58,7 @@ CONFIGS = {
         "use_sliding_window": True,
         "sliding_window": 3,
         "max_window_layers": 1,
+        "max_position_embeddings": 128,
         "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
     },
     "qwen 3: norms of q and k, rope linear": {
