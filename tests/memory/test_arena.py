@@ -20,13 +20,15 @@ MESHES = {
 }
 CASES = [
     # stage, mesh, optimizer, settings
-    (0, "three", "clip_adamw", {}),
-    (1, "one", "lamb", {"num_microbatches": 2}),
+    (0, "one", "lamb", {"num_microbatches": 2}),
     (1, "groups", "sgd_momentum", {"shard_over_replicas": True}),
-    (2, "three", "muon", {"num_microbatches": 2, "loss_scale": 8.0}),
-    (2, "groups", "adafactor", {"clip_norm": 0.1, "skip_nonfinite": True}),
-    (3, "three", "lion", {"trainable": lambda path, leaf: "norm" not in path}),
-    (3, "model", "clip_adamw", {"param_specs": {"embed": P(), "norm": P(), "scale": P()}, "loss": "model"}),
+    (
+        2,
+        "three",
+        "adafactor",
+        {"loss_scale": 8.0, "clip_norm": 0.1, "trainable": lambda path, leaf: "norm" not in path},
+    ),
+    (3, "model", "clip_adamw", {"model": True}),
 ]
 
 
@@ -52,7 +54,7 @@ def model_loss(params, batch):
 def engines(stage, mesh, optimizer, settings, *, arenas=(False, True)):
     """(engine, its first state) with and without an arena."""
     settings, loss, params = dict(settings), mean_loss, make_params()
-    if settings.pop("loss", None) == "model":
+    if settings.pop("model", False):
         loss, params = model_loss, model_params()
         settings["param_specs"] = {
             "blocks": {"w": P(None, None, "model"), "v": P(None, "model")},
@@ -87,8 +89,6 @@ def test_an_arena_changes_no_bit(stage, mesh, optimizer, settings):
     buffers, found = train(packed, buffers, batches)
     assert_same_bits(found, expected)
     assert_same_bits(packed.unpacked(buffers), leaves)
-    assert_same_bits(packed.params(buffers), plain.params(leaves))
-    assert packed.evaluate(buffers, batches[0]) == plain.evaluate(leaves, batches[0])
     few = len(packed._compiled.arena.buffers)
     assert (
         len(jax.tree.leaves((buffers.params, buffers.opt_state))) == few <= 3 < len(jax.tree.leaves(leaves))
@@ -118,11 +118,11 @@ def test_a_state_of_leaves_is_packed_and_a_donated_one_refused(pair):
         packed.step(again._replace(opt_state=again.params), batch)
     with pytest.raises(ValueError, match="the parameters"):
         plain.step(again, batch)
-    assert (
-        packed.memory(again, batch)["master"].measured_bytes
-        >= plain.memory(leaves, batch)["master"].measured_bytes
-    )
+    masters = packed.memory(again, batch)["master"]
+    assert masters.measured_bytes == zero2jax.live_bytes(again.params) >= masters.formula_bytes
     assert plain.unpacked(leaves) is leaves
+    assert_same_bits(packed.params(packed.init(make_params())), plain.params(leaves))
+    assert packed.evaluate(again, batch) == plain.evaluate(packed.unpacked(again), batch)
 
 
 def test_checkpoints_are_interchangeable_and_states_wait_on_the_host(pair, tmp_path):
@@ -144,12 +144,12 @@ def test_checkpoints_are_interchangeable_and_states_wait_on_the_host(pair, tmp_p
     assert packed.reload_state(state) is state
 
 
-def test_an_arena_inside_of_a_program_of_the_users():
-    pair = list(engines(3, "three", "clip_adamw", {}))
-    batches = jax.tree.map(lambda *x: np.stack(x), *make_batches(2))
-    run = lambda engine, state: jax.jit(lambda s, b: jax.lax.scan(engine.step, s, b))(state, batches)
-    (expected, _), (found, _) = (run(engine, state) for engine, state in pair)
-    assert_same_bits(pair[1][0].unpacked(found), expected)
+def test_an_arena_inside_of_a_program_of_the_users(pair):
+    (_, _), (packed, _) = pair
+    batch = make_batches(1)[0]
+    expected, _ = packed.step(packed.init(make_params()), batch)
+    found, _ = jax.jit(packed.step)(packed.init(make_params()), batch)
+    assert_same_bits(found, expected)
 
 
 def test_what_does_not_go_with_an_arena_is_refused_when_the_engine_is_built():

@@ -1,9 +1,10 @@
 """XLA's options of one step: presets by name, each option checked against the compiler that is installed.
 
-Options go to the X those of a
-preset that it does not have are left out and named in a warning, those that somebody has written are an error.
+Options go to the compilation of the step alone (`compiler_options` of `jax.jit`), never to the process. A compiler that
+does not have one refuses the whole program when it is compiled, so they are tried on one product of matrices first:
+those of a preset that it refuses are left out and named in a warning, those that somebody has written are an error.
 
-    latency         hide communication behind products, for memory
+    latency         hide communication behind products; the defaults of stages 2 and 3 come near (`zero.schedule`)
     memory          fewer buffers at the same time, for communication that is waited for
     deterministic   the same bits from run to run: no atomics, no choice of kernels by timing
 
@@ -26,12 +27,14 @@ from zero2jax.zero.shard_plan import ShardPlan
 Options = dict[str, Any]
 
 GPU_PLATFORMS = ("gpu", "cuda")
-_DOUBLE_BUFFER = "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"
+# Two names of one thing: a compiler has the newer, or the older.
+_SAME = (("xla_gpu_pipeline_reduce_scatter", "xla_gpu_enable_pipelined_reduce_scatter"),)
 _ON_GPU: dict[str, Options] = {
     "latency": {
         "xla_gpu_enable_latency_hiding_scheduler": True,
-        # a loop's body twice, so that one layer's collectives run beside the products of the next
-        "xla_gpu_enable_while_loop_unrolling": _DOUBLE_BUFFER,
+        # a layer's gradients are reduced beside the products of the next one; gathers are early anyway
+        "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_ON",
+        "xla_gpu_enable_pipelined_reduce_scatter": True,
     },
     "memory": {
         "xla_gpu_enable_latency_hiding_scheduler": False,
@@ -81,10 +84,13 @@ def installed_options(preset: str, device: jax.Device) -> Options:
     options = preset_options(preset, device.platform)
     refused = refused_options(options, device)
     taken = {name: value for name, value in options.items() if name not in refused}
-    if refused:
+    lacking = set(refused)
+    for names in _SAME:
+        lacking -= set(names) if any(name in taken for name in names) else set()
+    if lacking:
         warnings.warn(
             f"compiler_options={preset!r}: the compiler of jax {jax.__version__} does not take "
-            f"{', '.join(sorted(refused))} here, left out. The others apply: {', '.join(taken) or 'none'}.",
+            f"{', '.join(sorted(lacking))} here, left out. The others apply: {', '.join(taken) or 'none'}.",
             stacklevel=2,
         )
     return taken
