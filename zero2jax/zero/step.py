@@ -96,9 +96,10 @@ class StepProgram:
         offered: Mapping[str, Any],
     ) -> tuple[PyTree, PyTree]:
         """Trainable parameters and optimizer state after the update; as they were where it is not `applied`."""
-        updates, new_state = update(self.tx, grads, opt_state, trained, given=given, offered=offered)
-        new = optax.apply_updates(trained, updates), new_state
-        return chosen(applied, new, (trained, opt_state))  # type: ignore[no-any-return]
+        with jax.named_scope("zero_update"):
+            updates, new_state = update(self.tx, grads, opt_state, trained, given=given, offered=offered)
+            new = optax.apply_updates(trained, updates), new_state
+            return chosen(applied, new, (trained, opt_state))  # type: ignore[no-any-return]
 
     def next_scale(self, state: TrainState, applied: jax.Array) -> tuple[LossScaleState | None, Metrics]:
         """The loss scale after a step, and its metrics, where there is one."""
