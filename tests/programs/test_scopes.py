@@ -58,6 +58,16 @@ def test_operations_are_those_of_a_hand_count(read):
     }
 
 
+def test_what_zero_adds_to_a_step_has_scopes_of_its_own(read):
+    """A trace of a step tells them apart by these names."""
+    for kind, scope in (("all-gather", "zero_gather"), ("reduce-scatter", "zero_scatter")):
+        found = [c for c in read.collectives if c.kind == kind]
+        assert found
+        assert all(f"/{scope}/" in c.op_name for c in found)
+    names = {i.op_name for name in read.module.computations for i in read.module.instructions(name)}
+    assert any("/zero_update/" in name for name in names)
+
+
 def test_the_report_names_scopes_phases_loops_and_time(read, tmp_path):
     path = tmp_path / "profile.txt"
     profiler = Profiler(

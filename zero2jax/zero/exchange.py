@@ -96,7 +96,8 @@ def gather(use: Use, source: jax.Array) -> jax.Array:
     x = (to_device(source) if use.pinned else source).astype(use.dtype)
     if use.gathered or use.dim is None:
         return x
-    x = all_gather(x, use.axis_name, use.dim, use.placement)
+    with jax.named_scope("zero_gather"):
+        x = all_gather(x, use.axis_name, use.dim, use.placement)
     return jax.lax.slice_in_dim(x, 0, use.size, axis=use.dim)
 
 
@@ -110,7 +111,8 @@ def reduce_grad(use: Use, grad: jax.Array) -> jax.Array:
     rows = padded_size(use.size, use.num_shards)
     grad = pad_to(grad, (*grad.shape[: use.dim], rows, *grad.shape[use.dim + 1 :]))
     scatter = scatter_in_order if use.in_order else psum_scatter
-    return scatter(grad, use.axis_name, use.dim, use.placement)
+    with jax.named_scope("zero_scatter"):
+        return scatter(grad, use.axis_name, use.dim, use.placement)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -87,10 +87,11 @@ def updated(
       key: data of the key of the step's stochastic rounding; None rounds to nearest.
       given: see `transformation.update`, like `offered`.
     """
-    seen = widened(stored[0]), widened_state(stored[1], layout.narrow_state)
-    updates, opt_state = update(tx, grads, seen[1], seen[0], given=given, offered=offered)
-    new = optax.apply_updates(seen[0], updates), opt_state
-    return chosen(applied, rounded(new, seen, stored, key), stored)  # type: ignore[no-any-return]
+    with jax.named_scope("zero_update"):
+        seen = widened(stored[0]), widened_state(stored[1], layout.narrow_state)
+        updates, opt_state = update(tx, grads, seen[1], seen[0], given=given, offered=offered)
+        new = optax.apply_updates(seen[0], updates), opt_state
+        return chosen(applied, rounded(new, seen, stored, key), stored)  # type: ignore[no-any-return]
 
 
 def chosen(applied: jax.Array | None, new: PyTree, old: PyTree) -> PyTree:
