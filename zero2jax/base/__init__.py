@@ -14,6 +14,7 @@ The files, in reading order:
   names           near names, for messages
   checks          what a caller passed in, for messages
   notices         warnings that point at the user's line
+  compiler        which options the installed compiler takes
   versions        installed versions
 
 Imports no other room.

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from zero2jax.base.compiler import GPU_PLATFORMS
 from zero2jax.config.schema import Config
 from zero2jax.config.values import warn
-from zero2jax.memory.step_options import GPU_PLATFORMS
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 _OVERLAP = "xla_gpu_enable_latency_hiding_scheduler"

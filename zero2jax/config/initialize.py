@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from zero2jax.activations.layers import ActivationSettings
+from zero2jax.base.compiler import GPU_PLATFORMS
 from zero2jax.base.losses import LossFn
 from zero2jax.base.mesh import DATA_AXIS, MODEL_AXIS, REPLICA_AXIS, DataAxes, axis_size, data_axes, make_mesh
 from zero2jax.base.pytrees import LeafPredicate, PyTree
@@ -30,7 +31,6 @@ from zero2jax.config.translate import EngineSettings, translate
 from zero2jax.config.values import ConfigError, warn
 from zero2jax.engine import Engine
 from zero2jax.memory.configure import write_memory
-from zero2jax.memory.step_options import GPU_PLATFORMS
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.processes.agreement import expect_same
 from zero2jax.zero.shard_plan import ShardPlan
@@ -91,8 +91,7 @@ def initialize(
     _configure_memory(loaded, mesh)
     mesh = _mesh(loaded, mesh, axis_name)
     axes = data_axes(mesh, axis_name, rest_over_replicas=shard_over_replicas)
-    for note in device_notes(loaded, int(mesh.shape[axis_name])) if offload is None else ():
-        warn(note)
+    _warn_of_devices(loaded, int(mesh.shape[axis_name]), offload)
     expect_same("the configuration and the mesh", [loaded.source, dict(mesh.shape)])
     settings = _translate(loaded, mesh, axes, keep_fp32=keep_fp32, gather=gather, seed=seed)
     engine = Engine(
@@ -110,8 +109,19 @@ def initialize(
         arena=loaded.memory.arena,
         memory_breakdown=loaded.memory_breakdown,
     )
-    engine.config = without(loaded.source, SECRETS)
-    engine.observers = observers_of(loaded, engine)
+    return _known_by(engine, loaded)
+
+
+def _warn_of_devices(config: Config, num_shards: int, offload: OffloadSettings | None) -> None:
+    """Say what the devices leave of the configuration, which knows nothing of offloading that is asked for beside."""
+    for note in device_notes(config, num_shards) if offload is None else ():
+        warn(note)
+
+
+def _known_by(engine: Engine, config: Config) -> Engine:
+    """The engine, with the configuration on record and told to those who observe."""
+    engine.config = without(config.source, SECRETS)
+    engine.observers = observers_of(config, engine)
     return engine
 
 

@@ -18,15 +18,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
+from zero2jax.base.compiler import GPU_PLATFORMS, refusal
 from zero2jax.zero.compiled import CompilerOptions
 from zero2jax.zero.shard_plan import ShardPlan
 
 Options = dict[str, Any]
 
-GPU_PLATFORMS = ("gpu", "cuda")
 # Two names of one thing: a compiler has the newer, or the older.
 _SAME = (("xla_gpu_pipeline_reduce_scatter", "xla_gpu_enable_pipelined_reduce_scatter"),)
 _ON_GPU: dict[str, Options] = {
@@ -100,24 +99,15 @@ def refused_options(options: Mapping[str, Any], device: jax.Device) -> dict[str,
     """Options that the compiler for a device refuses, and why, in its own words. Compiles a product."""
     if not options:
         return {}
-    try:
-        _compile_product(options, device)
-    except jax.errors.JaxRuntimeError as error:
-        if len(options) == 1:
-            return {next(iter(options)): str(error)}
-        named = [name for name in options if re.search(rf"\b{re.escape(name)}\b", str(error))]
-        first = named[:1] or list(options)[:1]
-        rest = {name: value for name, value in options.items() if name not in first}
-        return refused_options({name: options[name] for name in first}, device) | refused_options(
-            rest, device
-        )
-    return {}
-
-
-def _compile_product(options: Mapping[str, Any], device: jax.Device) -> None:
-    # as large as those for which the compiler of a GPU chooses a kernel
-    matrix = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=SingleDeviceSharding(device))
-    jax.jit(lambda x: x @ x, compiler_options=dict(options)).lower(matrix).compile()
+    reason = refusal(options, device)
+    if reason is None:
+        return {}
+    if len(options) == 1:
+        return {next(iter(options)): reason}
+    named = [name for name in options if re.search(rf"\b{re.escape(name)}\b", reason)]
+    first = named[:1] or list(options)[:1]
+    rest = {name: value for name, value in options.items() if name not in first}
+    return refused_options({name: options[name] for name in first}, device) | refused_options(rest, device)
 
 
 def checked_options(options: Mapping[str, Any], device: jax.Device) -> Options:
