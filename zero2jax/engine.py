@@ -167,8 +167,7 @@ class Engine(WithSettings):
         self.num_batch_shards = axis_size(mesh, self.axes.batch)
         self.config: Mapping[str, Any] | None = None  # the configuration it was made from, for the record
         self.observers: Observers | None = None  # who is told of each step
-        self.activations = activations
-        self.offload = offload
+        self.activations, self.offload = activations, offload
         self.arena = checked_arena(arena, offload)
         # made once: it says what it has to say once
         loss = losses.normalized(loss_fn)
