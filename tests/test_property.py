@@ -72,6 +72,9 @@ def trained():
         reduction="sum",
         weights="positive",
         takes_rng=True,
+        master_dtype="fp32",
+        state_dtype="fp32",
+        stochastic_rounding=None,
     )
     return draw, fuzz.by_engine(draw)
 

@@ -302,8 +302,8 @@ def report(run: Run, state: zero2jax.TrainState, batch: Any, summary: dict[str, 
     engine, out = run.engine, run.args.out
     run.console.print("compiling the step of every stage, to count its bytes")
     memory = engine.memory(state, batch)  # zero2jax
-    run.console.print(memory_table(memory))
     by_stage = bytes_by_stage(engine, run.tx, run.config, run.specs, run.shapes, batch, run.trainable)
+    run.console.print(memory_table(memory, by_stage))
     if not run.is_first:
         return
     save_figure(out / "report.png", log.history, by_stage, engine.stage, "nats per token")

@@ -41,12 +41,12 @@ class Monitors:
         `comet`.
 
     Example:
-      >>> import tempfile
+      >>> import pathlib, tempfile
       >>> folder = tempfile.mkdtemp()
       >>> with Monitors(csv=folder) as monitors:
       ...     for step in range(3):
       ...         monitors.record(8 * (step + 1), {"loss": 1.0 / (step + 1)})
-      >>> print(open(f"{folder}/Train_Samples_train_loss.csv").read().split())
+      >>> print(pathlib.Path(folder, "Train_Samples_train_loss.csv").read_text().split())
       ['step,train_loss', '8,1.0', '16,0.5', '24,0.3333333333333333']
     """
 
