@@ -68,7 +68,8 @@ def rows_of(out):
 
 
 def test_a_run_resumes_with_its_data_and_exports_what_it_ends_with(tmp_path, folder, text, monkeypatch):
-    by_stage = {stage: {"at rest": 8 - stage, "during the step": 4 - stage} for stage in range(4)}
+    names = ("0", "1", "2", "3", "offload")
+    by_stage = {name: {"at rest": 8 - i, "during the step": 5 - i} for i, name in enumerate(names)}
     # six compilations; tests/test_example.py has them
     monkeypatch.setattr(train, "bytes_by_stage", lambda *args: by_stage)
     nothing = types.SimpleNamespace(stage=2, num_shards=2, rows=(), total_bytes=0, held=(), as_dict=dict)
@@ -83,7 +84,7 @@ def test_a_run_resumes_with_its_data_and_exports_what_it_ends_with(tmp_path, fol
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert rows[-1]["held_out_loss"] < rows[0]["held_out_loss"] - 0.05
     report = json.loads((args.out / "report.json").read_text())
-    assert (report["stage"], report["mesh"], report["bytes_by_stage"]["3"]) == (2, {"data": 2}, by_stage[3])
+    assert (report["stage"], report["mesh"], report["bytes_by_stage"]["3"]) == (2, {"data": 2}, by_stage["3"])
     assert set(report["sample"].split()) <= {"<end>", *WORDS}
     assert (args.out / "report.png").read_bytes().startswith(b"\x89PNG")
     config, params = weights.load_folder(args.export)
