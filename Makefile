@@ -10,11 +10,15 @@ EXTRAS ?= dev
 BIN := $(VENV)/bin
 OUT ?= out/demo
 RESUME_OUT ?= out/resume
+LLAMA_OUT ?= out/demo-llama
 
-.PHONY: demo resume test fuzz lint docs bench clean
+.PHONY: demo demo-llama resume test fuzz lint docs bench clean
 
 demo: $(VENV)/.example
 	$(BIN)/python examples/gpt/train.py --devices 8 --out $(OUT)
+
+demo-llama: $(VENV)/.llama
+	$(BIN)/python examples/llama/demo.py --out $(LLAMA_OUT)
 
 resume: $(VENV)/.example
 	$(BIN)/python examples/gpt/resume.py --out $(RESUME_OUT)

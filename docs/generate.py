@@ -19,7 +19,7 @@ SECTIONS = {
     Treatment.NOT_YET: (
         "Not yet",
         "Read and checked, and refused by `zero2jax.initialize` when switched on. Switched off, they may stay. "
-        "Monitors, timers and profilers, which change no number, do not stop a run: `initialize` warns of them once.",
+        "What changes no number does not stop a run: `initialize` warns of it once.",
     ),
     Treatment.NO_EFFECT: ("No effect", "Read, checked, and pointless here, for the reason given."),
     Treatment.CONVERTED: ("Converted", "Old spellings, and what they become."),

@@ -12,7 +12,8 @@ for the full batch where the loss is a mean over examples, weighs losses and gra
 The tolerance is what the oracle itself moves by when each gradient is off by what rounding may do to it: ROUNDINGS
 roundings (fp32; bf16 where the gradient is reduced in bf16) of the largest addend in its leaf, on a slice. All
 gradients are moved up, all down, and each at random: an elementwise optimizer lies between the first two, also where it
-takes a sign, and the others are smooth. To this, FLOOR times the value (at least 1) for fp32 sums in another order.
+takes a sign, and the others are smooth. Masters and moments in bf16 move by a unit in the last place a step, likewise.
+To this, FLOOR times the value (at least 1) for fp32 sums in another order.
 """
 
 import dataclasses
@@ -48,6 +49,8 @@ TRANSFORMATIONS = OPTIMIZERS | {
     "schedule": lambda: optax.adam(optax.warmup_cosine_decay_schedule(1e-3, 1e-2, 2, 8)),
     "ema": lambda: optax.chain(optax.sgd(1e-2), optax.ema(0.9)),
 }
+# of which a relative error of parameters and moments moves the update by no more than as much, or about so
+SMOOTH = ("sgd_momentum", "clip_adamw", "schedule", "lamb")
 KEEP = {"vectors": lambda path, leaf: len(leaf.shape) < 2, "matrices": lambda path, leaf: len(leaf.shape) > 1}
 
 
@@ -79,6 +82,10 @@ class Draw:
     skip_nonfinite: bool
     loss_scale: float | None
     fp32_sum: bool
+    arena: bool
+    master_dtype: str = "fp32"
+    state_dtype: str = "fp32"
+    stochastic_rounding: bool | None = None
 
     @property
     def num_devices(self) -> int:
@@ -152,6 +159,11 @@ class Draw:
         kept = self.keep_fp32 and KEEP[self.keep_fp32]("", leaf)
         return jnp.dtype("float32" if kept else self.compute_dtype)
 
+    def is_narrow(self, leaf: Any) -> bool:
+        """Whether a trainable leaf is stored in bf16."""
+        kept = self.keep_fp32 and KEEP[self.keep_fp32]("", leaf)
+        return self.master_dtype == "bf16" and not kept
+
 
 def draw(seed: int) -> Draw:
     """The combination of a seed. Models and stages come in turn."""
@@ -162,7 +174,7 @@ def draw(seed: int) -> Draw:
     stage = (seed + seed // len(names)) % 4
     mesh, bf16 = pick(*MESHES), rng.uniform() < 0.25
     layers = fuzz_models.MODELS[model]().layers
-    return Draw(
+    drawn = Draw(
         seed=seed,
         model=model,
         stage=stage,
@@ -187,7 +199,17 @@ def draw(seed: int) -> Draw:
         skip_nonfinite=pick(True, False),
         loss_scale=pick(None, None, 8.0),
         fp32_sum=pick(False, False, True),
+        arena=pick(False, False, True),
     )
+    return dataclasses.replace(drawn, **_draw_stored(rng, drawn.optimizer))
+
+
+def _draw_stored(rng: np.random.Generator, optimizer: str) -> dict:
+    """In which dtypes masters and moments are stored."""
+    pick = lambda *choices: choices[rng.integers(len(choices))]
+    masters, moments = (pick("fp32", "bf16") if optimizer in SMOOTH else "fp32" for _ in range(2))
+    at_random = pick(None, True, False) if "bf16" in (masters, moments) else None
+    return {"master_dtype": masters, "state_dtype": moments, "stochastic_rounding": at_random}
 
 
 def _fitting(model: str, optimizer: str) -> str:
@@ -236,6 +258,9 @@ def by_engine(draw: Draw) -> Result:
             reduce_dtype=draw.reduce_dtype,
             keep_fp32=None if draw.keep_fp32 is None else KEEP[draw.keep_fp32],
             fp32_sum=draw.fp32_sum,
+            master_dtype=draw.master_dtype,
+            state_dtype=draw.state_dtype,
+            stochastic_rounding=draw.stochastic_rounding,
         ),
         clip_norm=draw.clip_norm,
         reduction=draw.reduction,
@@ -246,6 +271,7 @@ def by_engine(draw: Draw) -> Result:
         gather=draw.gather,
         seed=draw.seed,
         shard_over_replicas=draw.over_replicas,
+        arena=draw.arena,
         activations=None if draw.activations is None else zero2jax.ActivationSettings(**draw.activations),
     )
     batch = draw.batches[0] if draw.reads_layers else None
@@ -278,8 +304,9 @@ class Oracle:
     def __init__(self, draw: Draw):
         self.draw = draw
         leaves, self.structure = jax.tree.flatten(draw.params)
-        self.leaves = [jnp.asarray(x) for x in leaves]
         self.trained = [i for i, t in enumerate(draw.trainable) if t]
+        stored = self._stored([jnp.asarray(x) for x in leaves])
+        self.leaves = [x.astype(y.dtype) for x, y in zip(stored, leaves, strict=True)]
         limit = optax.clip_by_global_norm(draw.clip_norm) if draw.clip_norm else optax.identity()
         self.tx = optax.with_extra_args_support(optax.chain(limit, TRANSFORMATIONS[draw.optimizer]()))
         self.start = jax.jit(self.tx.init)([self.leaves[i] for i in self.trained])
@@ -295,7 +322,13 @@ class Oracle:
         losses, auxes, _, norms = zip(*found, strict=True)
         loss, aux, *_ = self.means(leaves, draw.batches[0], NUM_STEPS, draw.num_devices)
         aux.pop("weight", None)  # a metric of the step
-        return Result(list(losses), list(norms), list(auxes), self.structure.unflatten(leaves), (loss, aux))
+        params = self.structure.unflatten(self._stored(leaves))
+        return Result(list(losses), list(norms), list(auxes), params, (loss, aux))
+
+    def _stored(self, leaves: list) -> list:
+        """Those that are stored in bf16 in it."""
+        narrow = [i for i in self.trained if self.draw.is_narrow(leaves[i])]
+        return [x.astype(jnp.bfloat16) if i in narrow else x for i, x in enumerate(leaves)]
 
     def _means(self, leaves: list, batch: Any, step: int, slices: int) -> tuple:
         """Loss, aux, new frozen values, gradients, and the largest addend of each gradient, over the slices."""
@@ -341,13 +374,15 @@ class Oracle:
         values = [leaves[i] for i in self.trained]
         moved = []
         for x, g, size, n in zip(values, grads, addends, noise, strict=True):
-            exact = draw.compute(x) == jnp.float32
+            exact = draw.compute(x) == jnp.float32 and draw.state_dtype == "fp32"
             rounding = max(draw.kind.rounding, 2**-24 if exact else 2**-9)
             moved.append(scale * (g + n * size * rounding * ROUNDINGS))
         updates, opt_state = self.tx.update(moved, opt_state, values, value=loss)
         new = list(leaves)
-        for i, x in zip(self.trained, optax.apply_updates(values, updates), strict=True):
-            new[i] = x
+        for i, x, u, n in zip(self.trained, values, updates, noise, strict=True):
+            new[i] = x + (u * (1 + 2**-6 * n) if draw.state_dtype == "bf16" else u)
+            if draw.is_narrow(x):
+                new[i] *= 1 + 2**-7 * n  # a unit in the last place of a bf16 number is no larger
         params = self.structure.unflatten(new) | frozen
         return jax.tree.leaves(params), opt_state, optax.tree.norm(moved)
 

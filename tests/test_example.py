@@ -188,7 +188,9 @@ def test_train_writes_metrics_report_and_figure(tmp_path, text):
     stages = report["bytes_by_stage"]
     assert stages["0"]["at rest"] > 7 * stages["2"]["at rest"]
     assert stages["1"]["during the step"] > stages["2"]["during the step"] > stages["3"]["during the step"]
+    assert stages["offload"]["at rest"] < stages["2"]["at rest"] / 2
     assert "bytes per device, ZeRO stage 2" in done.stdout
+    assert "total with offload" in done.stdout
 
 
 def test_train_follows_a_deepspeed_file_on_two_mesh_axes(tmp_path, text):
@@ -282,3 +284,11 @@ def test_the_linen_loop_learns():
     assert done.returncode == 0, done.stderr
     losses = [float(line.split("held out ")[1].split()[0]) for line in done.stdout.splitlines()]
     assert losses[1] < losses[0] - 0.5
+
+
+def test_a_trace_holds_the_steps_asked_for(tmp_path):
+    trace, step = train.Trace(tmp_path, first_step=2, num_steps=2), jax.jit(lambda x: x + 1)
+    for i in range(1, 4):
+        trace.before(i)
+        trace.after(i, step(jnp.float32(i)))
+        assert bool(list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))) == (i == 3)

@@ -50,7 +50,10 @@ def state(engine):
     ("settings", "said"),
     [
         *[({"clip_norm": x}, "clip_norm is .* finite number above 0, or None") for x in (-1.0, 0, "1", True)],
-        *[({"clip_norm": x}, "clip_norm is .* finite number above 0, or None") for x in (math.inf, math.nan)],
+        *[
+            ({"clip_norm": x}, "clip_norm is .* finite number above 0, or None")
+            for x in (math.inf, math.nan, 1e-320)
+        ],
         *[
             ({"num_microbatches": x}, "num_microbatches is .* whole number of at least 1")
             for x in (True, "2")
@@ -189,6 +192,10 @@ def test_trainable_leaves_that_the_loss_does_not_use_are_named(stage):
         unused.abstract_state(PARAMS)
         with pytest.warns(UserWarning, match=said):
             unused.lower(BATCH)
+        refusing = make(loss_fn=loss, stage=stage, unused="error")
+        refusing.abstract_state(PARAMS)
+        with pytest.raises(ValueError, match=said):
+            refusing.lower(BATCH)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for settings in ({"loss_fn": loss_fn}, {"loss_fn": uses_w, "trainable": lambda path, _: path == "w"}):

@@ -71,12 +71,15 @@ def test_errors_and_warnings_are_called_by_their_public_name():
     errors = [value for value in map(vars(zero2jax).get, zero2jax.__all__) if isinstance(value, type)]
     errors = [value for value in errors if issubclass(value, Exception)]
     assert {f"{value.__module__}.{value.__name__}" for value in errors} == {
+        "zero2jax.ArenaFullError",
         "zero2jax.CheckpointError",
         "zero2jax.CheckpointWarning",
         "zero2jax.ConfigError",
         "zero2jax.ConfigWarning",
         "zero2jax.DamagedError",
         "zero2jax.LossScaleError",
+        "zero2jax.OffloadFileError",
+        "zero2jax.OutOfMemoryError",
         "zero2jax.StartError",
     }
 
@@ -117,7 +120,9 @@ def test_every_package_that_is_imported_is_declared():
     declared = lambda requirements: {re.match(r"[\w-]+", line)[0] for line in requirements}
     core, extras = declared(project["dependencies"]), project["optional-dependencies"]
     assert core == {"jax", "optax", "orbax-checkpoint", "numpy", "hjson"}
-    allowed = {"cli": declared(extras["cli"]), "planning/picture.py": {"matplotlib"}}
+    allowed = {"cli": declared(extras["cli"]), "planning/picture.py": {"matplotlib"}} | {
+        "memory/picture.py": {"matplotlib"}
+    }
     assert {"matplotlib"} <= declared(extras["plan"])
     for path in PACKAGE.rglob("*.py"):
         here = path.relative_to(PACKAGE)

@@ -6,7 +6,7 @@ from pathlib import Path
 import zero2jax
 
 PACKAGE = Path(zero2jax.__file__).parent
-CORE = {"base", "zero", "activations", "offload", "programs", "processes"}
+CORE = {"base", "zero", "activations", "offload", "memory", "programs", "processes", "monitors"}
 MAY_IMPORT = {
     "base": set(),
     "zero": {"base"},
@@ -14,6 +14,8 @@ MAY_IMPORT = {
     "offload": {"base", "zero"},
     "processes": {"base"},
     "programs": {"base", "zero"},
+    "memory": {"base", "zero", "programs"},
+    "monitors": {"base", "programs"},
     "engine": CORE,
     "config": {*CORE, "engine"},
     "checkpoints": {*CORE, "engine"},
@@ -33,6 +35,7 @@ PRIVATE = {
         "schedules",
         "optimizers",
         "compiler_options",
+        "observing",
         "schema",
         "translate",
         "auto",
@@ -50,6 +53,7 @@ PRIVATE = {
         "safetensors_file",
     },
     "processes": {"roll_call"},
+    "monitors": {"background", "outlets"},
     "planning": {"picture"},
     "launching": {"supervise"},
 }

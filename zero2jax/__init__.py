@@ -18,7 +18,15 @@ from zero2jax.zero.loss_scale import LossScale, LossScaleError, LossScaleState
 from zero2jax.zero.shard_optimizer import shard_optimizer
 
 # Masters and optimizer state in host memory
+from zero2jax.offload.disk_files import OffloadFileError
 from zero2jax.offload.settings import OffloadSettings
+
+# Device memory
+from zero2jax.memory.configure import configure_memory
+from zero2jax.memory.host_arena import ArenaFullError, HostArena
+from zero2jax.memory.out_of_memory import OutOfMemoryError
+from zero2jax.memory.picture import draw_memory
+from zero2jax.memory.report import DeviceMemory, MemoryUse, memory_report, see_memory_usage
 
 # What backward keeps of the layers
 from zero2jax.activations.layers import ActivationSettings, remat_layers
@@ -28,6 +36,9 @@ from zero2jax.activations.remat import layer, remat
 # A compiled step, read
 from zero2jax.programs.audit import Audit, assert_collectives, audit
 from zero2jax.programs.memory import MemoryReport, live_bytes
+
+# What watches a run
+from zero2jax.monitors.monitors import Monitors
 
 # Several processes
 from zero2jax.processes.agreement import expect_same
@@ -52,6 +63,7 @@ from zero2jax.checkpoints.checkpointer import Checkpointer
 from zero2jax.checkpoints.export import export_checkpoint, load_exported
 from zero2jax.checkpoints.format import CheckpointError, DamagedError
 from zero2jax.checkpoints.matching import CheckpointWarning
+from zero2jax.checkpoints.reopen import reopen_state
 
 # Will it fit?
 from zero2jax.planning.estimate import Estimate, estimate
@@ -80,7 +92,18 @@ __all__ = [
     "LossScaleState",
     "shard_optimizer",
     # Masters and optimizer state in host memory
+    "OffloadFileError",
     "OffloadSettings",
+    # Device memory
+    "configure_memory",
+    "OutOfMemoryError",
+    "DeviceMemory",
+    "MemoryUse",
+    "memory_report",
+    "see_memory_usage",
+    "draw_memory",
+    "HostArena",
+    "ArenaFullError",
     # What backward keeps of the layers
     "ActivationSettings",
     "remat_layers",
@@ -93,6 +116,8 @@ __all__ = [
     "audit",
     "MemoryReport",
     "live_bytes",
+    # What watches a run
+    "Monitors",
     # Several processes
     "expect_same",
     "PREEMPTED_EXIT_CODE",
@@ -115,6 +140,7 @@ __all__ = [
     "Checkpointer",
     "export_checkpoint",
     "load_exported",
+    "reopen_state",
     "CheckpointError",
     "CheckpointWarning",
     "DamagedError",

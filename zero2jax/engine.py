@@ -3,9 +3,9 @@
 The checks before tracing live here; `zero.step` holds the pure functions, and `zero.compiled` jits them.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from zero2jax.activations.layers import ActivationSettings, remat_layers
-from zero2jax.activations.profile import ActivationProfile, profile_loss
+from zero2jax.activations.profile import ActivationProfile, ProfileOnce, profile_loss
 from zero2jax.base import losses
 from zero2jax.base.batches import (
     abstract_batch,
@@ -26,19 +26,22 @@ from zero2jax.base.batches import (
     place_loss_args,
 )
 from zero2jax.base.losses import LossFn
-from zero2jax.base.mesh import DATA_AXIS, DataAxes, axis_size, data_axes, make_mesh
+from zero2jax.base.mesh import DATA_AXIS, axis_size, data_axes, make_mesh
 from zero2jax.base.pytrees import LeafPredicate, PyTree, check_alive, is_function, is_traced, shapes_of
 from zero2jax.base.transformation import checked_transformation
+from zero2jax.memory.arena import ArenaCompiled, checked_arena, delete_arena, in_arena
+from zero2jax.memory.breakdown import StepMemory
+from zero2jax.memory.out_of_memory import explained
+from zero2jax.memory.step_options import step_options
+from zero2jax.monitors.observers import Observers
 from zero2jax.offload.between import from_host, to_host
-from zero2jax.offload.host_memory import check_hosts, memory_row
+from zero2jax.offload.functions import functions_of, offloaded_layout
 from zero2jax.offload.host_mesh import host_mesh
-from zero2jax.offload.offloaded import Offloaded
-from zero2jax.offload.residents import with_residents
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.processes.agreement import (
     expect_same_start,
     expect_same_step,
-    gather_with_hosts,
+    gather_over,
     spans_processes,
 )
 from zero2jax.processes.progress import STEP_EVENT
@@ -47,23 +50,18 @@ from zero2jax.programs.memory import MemoryReport, measure_memory
 from zero2jax.zero.blueprint import Blueprint
 from zero2jax.zero.compiled import Compiled, CompilerOptions
 from zero2jax.zero.loss_scale import ExhaustionWatch, LossScale
-from zero2jax.zero.placement import (
-    check_init_arguments,
-    made_shapes,
-    make_opt_state,
-    make_params,
-    place_params,
-)
+from zero2jax.zero.placement import check_init_arguments, first_state, made_shapes
 from zero2jax.zero.precision import Precision
-from zero2jax.zero.settings import StepSettings
-from zero2jax.zero.state import Layout, TrainState, check_state, place_state
+from zero2jax.zero.running import running, settled
+from zero2jax.zero.settings import MAX_KEPT_SIZE, StepSettings, WithSettings
+from zero2jax.zero.state import Layout, TrainState, check_state
 from zero2jax.zero.step import Metrics
 
 LossArgs = Mapping[str, PyTree] | None
 """Arrays that are not per example, by the names that the loss function has for them."""
 
 
-class Engine:
+class Engine(WithSettings):
     """Trains `loss_fn` with state sharded over the data axis of `mesh`, as ZeRO stage 0, 1, 2 or 3.
 
     Args:
@@ -89,14 +87,22 @@ class Engine:
         loss if `init` is given a batch, else guessed from the tree.
       gather: "use" gathers parameters where they are used, "once" gathers them once per step (stage 2), "auto"
         takes "once" when a stage-2 step has several microbatches.
+      unused: "warn" of trainable parameters that the loss does not use, or raise an "error" before the first step.
+      max_kept_size: stage 3 keeps parameters of at most so many elements, outside of loops, from forward to backward
+        instead of gathering them again.
+      max_kept_total: elements of all of these, the first ones in the tree; None for any number.
       seed: seed of the keys that `loss_fn` gets; they differ per step, device and microbatch, not by stage.
       axis_name: mesh axis that state is sharded over.
       shard_over_replicas: on a mesh with an axis `replica`, shard the state at rest over that axis too, instead of
         keeping a copy of it in each group of devices; see `zero2jax.base.mesh.DataAxes`.
       activations: what is saved of the loss function's layers for backward, and where; None leaves it to the loss.
-      offload: store masters and optimizer state in host memory and update them there; None keeps them on the devices.
-      compiler_options: for the compilation of this step alone, as for `jax.jit`; or a function that makes them
-        from the shard plan of the parameters.
+      offload: what is stored in host memory, and where it is updated; None keeps all of it on the devices.
+      arena: store the state in a few large buffers, of which the leaves are views inside the step: fewer arguments, for
+        memory; see `zero2jax.memory.arena`. `unpacked` has the leaves.
+      compiler_options: for the compilation of this step alone: "latency", "memory" or "deterministic", see
+        `zero2jax.memory.step_options`; options as for `jax.jit`; or a function that makes them from the shard plan of
+        the parameters. What the installed compiler does not have is named.
+      memory_breakdown: put the devices' memory into the metrics of each step.
 
     Example:
       >>> import jax.numpy as jnp, optax, zero2jax
@@ -126,12 +132,17 @@ class Engine:
         param_specs: PyTree | None = None,
         layer_dims: PyTree | None = None,
         gather: str = "auto",
+        unused: str = "warn",
+        max_kept_size: int = MAX_KEPT_SIZE,
+        max_kept_total: int | None = None,
         seed: int = 0,
         axis_name: str = DATA_AXIS,
         shard_over_replicas: bool = False,
         activations: ActivationSettings | None = None,
         offload: OffloadSettings | None = None,
-        compiler_options: CompilerOptions = None,
+        arena: bool = False,
+        compiler_options: str | CompilerOptions = None,
+        memory_breakdown: bool = False,
     ):
         expect_joined()
         self.loss_fn = loss_fn
@@ -146,14 +157,18 @@ class Engine:
             skip_nonfinite=skip_nonfinite,
             loss_scale=LossScale.of(loss_scale),
             gather=gather,
+            unused=unused,
+            max_kept_size=max_kept_size,
+            max_kept_total=max_kept_total,
             seed=seed,
             axes=data_axes(mesh, axis_name, rest_over_replicas=shard_over_replicas),
         )
         self.num_shards = axis_size(mesh, self.axes.rest)
         self.num_batch_shards = axis_size(mesh, self.axes.batch)
         self.config: Mapping[str, Any] | None = None  # the configuration it was made from, for the record
-        self.activations = activations
-        self.offload = offload
+        self.observers: Observers | None = None  # who is told of each step
+        self.activations, self.offload = activations, offload
+        self.arena = checked_arena(arena, offload)
         # made once: it says what it has to say once
         loss = losses.normalized(loss_fn)
         if activations is not None:
@@ -168,40 +183,21 @@ class Engine:
             layer_dims=layer_dims,
             host=None if offload is None else host_mesh(mesh, offload),
         )
-        self._compiler_options = compiler_options
+        self._compiler_options = step_options(compiler_options, mesh)
         self._functions: Compiled | None = None
-        self._watch = ExhaustionWatch(self.settings.loss_scale)
-        self._profile: tuple[Compiled, ActivationProfile] | None = None
-
-    @property
-    def stage(self) -> int:
-        """ZeRO stage, 0 to 3."""
-        return self.settings.stage
-
-    @property
-    def num_microbatches(self) -> int:
-        """The number of slices of each device's part of a batch."""
-        return self.settings.num_microbatches
-
-    @property
-    def batch_size(self) -> int | None:
-        """Examples of every batch over all devices; None takes it from the data."""
-        return self.settings.batch_size
-
-    @property
-    def precision(self) -> Precision:
-        """The dtypes of a step."""
-        return self.settings.precision
-
-    @property
-    def axes(self) -> DataAxes:
-        """The mesh axes that hold different examples."""
-        return self.settings.axes
+        self.overflow_watch = ExhaustionWatch(self.settings.loss_scale)
+        self._memory = StepMemory() if memory_breakdown else None
+        self._profile = ProfileOnce()
 
     @property
     def tx(self) -> optax.GradientTransformationExtraArgs:
         """The optimizer."""
         return self._blueprint.tx
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """XLA's options of the step, those that the installed compiler has; known when `layout` is."""
+        return self._compiled.options
 
     @property
     def layout(self) -> Layout:
@@ -211,6 +207,11 @@ class Engine:
           ValueError: no parameters have been seen.
         """
         return self._compiled.layout
+
+    @property
+    def functions(self) -> Compiled:
+        """What the engine runs, jitted for the layout."""
+        return self._compiled
 
     @property
     def _compiled(self) -> Compiled:
@@ -237,10 +238,11 @@ class Engine:
             batch = abstract_batch(batch, self.mesh, self.axes.batch)
         layout = self._blueprint.layout(shapes, batch, shapes_of(dict(loss_args or {})))
         if self.offload is not None:
-            layout = with_residents(self._blueprint.program(layout), self.offload.ratio)
+            layout = offloaded_layout(self._blueprint.program(layout), self.offload)
         if self._functions is None or layout != self.layout:
             args = self._blueprint.program(layout), self._compiler_options
-            self._functions = Offloaded(*args, self.offload) if self.offload else Compiled(*args)
+            plain = ArenaCompiled if self.arena else Compiled
+            self._functions = functions_of(*args, self.offload) if self.offload else plain(*args)
         return layout.abstract_state(self.mesh)
 
     def init(
@@ -253,7 +255,8 @@ class Engine:
         """The state before the first step, straight into shards: no device ever holds a full copy.
 
         Args:
-          params: full parameters (NumPy or JAX arrays), or a function that makes them.
+          params: full parameters (NumPy or JAX arrays), or a function that makes them. A leaf with `shape`, `dtype` and
+            slices that is no array (it has no `__array__`) is read by slices, each at most 64 MiB or one row.
           *args: arguments for that function, a key say. It runs jitted, each device making its own shards.
           batch: arrays or shapes of a global batch: the layer dims are then read from the loss function's scans.
           loss_args: with `batch`, what the loss function takes besides, as for `step`; shapes are enough.
@@ -263,24 +266,21 @@ class Engine:
             were given different settings, parameters or arguments (named).
           TypeError: the function takes other arguments.
         """
+        makes = is_function(params)
         with self._running():
             check_init_arguments(params, args)
-            if is_function(params):
-                abstract = self.abstract_state(made_shapes(params, args), batch=batch, loss_args=loss_args)
-                expect_same_start(self._blueprint.start(self.layout), self.mesh, args)
-                self._check_host_memory()
-                placed = make_params(functools.partial(params, *args), self.layout, self.mesh)
-            else:
+            if not makes:
                 check_alive(params, "the parameters", "It was donated: pass parameters that are still there.")
-                abstract = self.abstract_state(params, batch=batch, loss_args=loss_args)
-                expect_same_start(self._blueprint.start(self.layout), self.mesh, params)
-                self._check_host_memory()
-                placed = place_params(params, self.layout, self.mesh)
-            opt_state = make_opt_state(self.tx, placed, self.layout, self.mesh)
-            first = functools.partial(self.layout.first_scalars, self.settings.seed)
-            step, rng, loss_scale = jax.jit(first, out_shardings=abstract.step.sharding)()
-        self._watch.forget()
-        return TrainState(step=step, params=placed, opt_state=opt_state, rng=rng, loss_scale=loss_scale)
+            shapes = made_shapes(params, args) if makes else params
+            self.abstract_state(shapes, batch=batch, loss_args=loss_args)
+            expect_same_start(self._blueprint.start(self.layout), self.mesh, args if makes else params)
+            self.functions.check_room(gather_over(self.mesh))
+            made = functools.partial(params, *args) if makes else params
+            how = self.functions.keep, self.functions.first_opt_state
+            first = first_state(made, self.layout, self.mesh, self.settings.seed, *how)
+            state = self.functions.stored(first)
+        self.overflow_watch.forget()
+        return state
 
     def step(
         self, state: TrainState, batch: PyTree, *, loss_args: LossArgs = None, **extra_args: Any
@@ -301,37 +301,47 @@ class Engine:
           `learning_rate`, NaN if the optimizer's state does not show it (`optax.inject_hyperparams` does); `applied`,
           whether the update was; `weight`, the total weight; `aux`, what the loss function returned besides, if it did,
           averaged; `loss_scale`, `num_skipped` and `loss_scale_exhausted` with a loss scale (`LossScale.after`);
-          `activation_profile`, measured before the first step, with `profile` in the activation settings.
+          `activation_profile`, measured before the first step, with `profile` in the activation settings;
+          `memory_in_use_bytes` and others, numbers, with `memory_breakdown` (`zero2jax.memory.breakdown`).
 
         Raises:
           ValueError: the batch does not divide; the state has another structure or was donated; the loss is not a
-            scalar; at the first step, processes were given different loss functions or optimizers (named).
+            scalar, or leaves out parameters with `unused="error"`; at the first step, processes were given different
+            loss functions or optimizers (named).
           TypeError: the loss function takes other arguments.
+          OutOfMemoryError: a device has no room; says who holds what, and the cheapest ways out.
           LossScaleError: two steps before, gradients overflowed at the minimum loss scale.
         """
         # Processes compare how many steps they have begun.
         jax.monitoring.record_event(STEP_EVENT, num_devices=self.mesh.devices.size)
-        state = place_state(state, self.layout, self.mesh)
+        state = self._compiled.placed(state)
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         check_apart(state, {"the batch": batch, "loss_args": loss_args, "the extra arguments": extra_args})
         args = (state, *self._placed(batch, loss_args), extra_args)
-        wanted = self.activations is not None and self.activations.profile
-        profile = self._profiled(batch, loss_args) if wanted else None  # before the state is donated
+        seen = None if self.observers is None else self.observers.begin(state, batch, loss_args)
+        profile = None
+        if self.activations is not None and self.activations.profile:  # before the state is donated
+            measure = functools.partial(self.activation_profile, batch, loss_args=loss_args)
+            profile = self._profile.of(self._compiled, measure)
         compiled, traced = self._compiled, is_traced(args)
-        with self._running(traced):
+        with self._running(traced, state):
             if not traced:
-                self._watch.check()
+                self.overflow_watch.check()
             if not compiled.compared and spans_processes(self.mesh) and not traced:
                 expect_same_step(compiled.programs(*args))
                 compiled.compared = True
             state, metrics = (compiled.step_inside if traced else compiled.step)(*args)
         if not traced:
-            self._watch.note(metrics)
+            self.overflow_watch.note(metrics)
         # said here: inside the step, jax_debug_nans would stumble over it
         if metrics["learning_rate"] is None:
             metrics["learning_rate"] = np.float32(np.nan)
+        if self._memory is not None and not traced:
+            metrics |= self._memory.metrics()
         if profile is not None:
             metrics["activation_profile"] = profile.as_dict()
+        if seen is not None:
+            seen(state, metrics)
         return state, metrics
 
     def evaluate(
@@ -343,19 +353,19 @@ class Engine:
         `loss_fn` stands in for the engine's, to turn dropout off, say; `loss_args` as for `step`. The state is not
         donated.
         """
-        state = place_state(state, self.layout, self.mesh)
+        state = self._compiled.placed(state)
         check_batch(batch, self.num_batch_shards, 1)
         evaluate = self._compiled.evaluate(loss_fn or self.loss_fn)
         args = (self._compiled.on_devices(state), *self._placed(batch, loss_args))
-        with self._running(is_traced(args)):
-            means = self._settled(evaluate(*args))
+        with self._running(is_traced(args), state):
+            means = settled(evaluate(*args), self.mesh)
         return means.loss if means.aux is None else (means.loss, means.aux)
 
     def params(self, state: TrainState) -> PyTree:
-        """Full parameters on every device, fp32 masters at their true shapes, gathered a layer at a time."""
-        state = place_state(state, self.layout, self.mesh)
+        """Full parameters on every device, masters as stored, at their true shapes, gathered a layer at a time."""
+        state = self._compiled.placed(state)
         with self._running(is_traced(state)):
-            return self._settled(self._compiled.params(state.params))
+            return settled(self._compiled.params(state.params), self.mesh)
 
     def offload_state(
         self, state: TrainState, include: Collection[str] = ("params", "opt_state")
@@ -368,29 +378,43 @@ class Engine:
         Raises:
           ValueError: a part is neither "params" nor "opt_state"; the devices have no pinned host memory.
         """
-        check_state(state, self.layout)
+        check_state(leaves := self.unpacked(state), self.layout)
         self._compiled.forget_copies()
-        return to_host(state, self.layout, self.mesh, include)
+        there = to_host(leaves, self.layout, self.mesh, include)
+        if leaves is not state:
+            delete_arena(state)
+        return there
 
     def reload_state(self, state: TrainState) -> TrainState:
         """The state of `offload_state` back where a step takes it, bit for bit; of another state, itself."""
+        if in_arena(state):
+            return state
         check_state(state, self.layout)
         return from_host(state, self.layout, self.mesh)
 
+    def unpacked(self, state: TrainState) -> TrainState:
+        """The state with its leaves in trees: of an arena copies, which any method takes; else the state itself."""
+        return self._compiled.unpacked(state)
+
     def lower(self, batch: PyTree, *, loss_args: LossArgs = None) -> jax.stages.Lowered:
-        """The step lowered for a batch of these shapes (arrays or shapes), to compile, count and audit."""
+        """The step lowered for a batch of these shapes (arrays or shapes), to compile, count and audit.
+
+        Of an engine whose state is updated on the host, the half that runs on the devices: gradients, norm and verdict.
+        """
         check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         with self._running():
-            return self._compiled.step.lower(*self._abstract(batch, loss_args), {})  # type: ignore[no-any-return]
+            shapes = self._compiled.abstract_state(), *self._abstract(batch, loss_args)[1:]
+            return self._compiled.step.lower(*shapes, {})  # type: ignore[no-any-return]
 
     def memory(self, state: TrainState, batch: PyTree, *, loss_args: LossArgs = None) -> MemoryReport:
         """Measured bytes per device by class beside the formula; compiles the step for `batch` (arrays or shapes)."""
-        state = place_state(state, self.layout, self.mesh)
+        state = self._compiled.placed(state)
         program = self._blueprint.program(self.layout)
         with self._running():
             gradients = jax.jit(program.gradients).lower(*self._abstract(batch, loss_args)).compile()
         compiled = self.lower(batch, loss_args=loss_args).compile()
-        return measure_memory(state, compiled, gradients, self.layout, program.settings, self.mesh)
+        seen = self._compiled.on_devices(state)
+        return measure_memory(state, seen, compiled, gradients, self.layout, program.settings, self.mesh)
 
     def activation_profile(self, batch: PyTree, *, loss_args: LossArgs = None) -> ActivationProfile:
         """Time and bytes of each kind of checkpointed segment, one microbatch of a batch of these shapes at a time.
@@ -400,32 +424,20 @@ class Engine:
         Raises:
           ValueError: the engine has no activation settings.
         """
-        if self.activations is None:
-            raise ValueError(
-                "profiling saved activations: this engine leaves them to the loss function. Pass "
-                "Engine(activations=ActivationSettings(...)), or switch on a key of activation_checkpointing."
-            )
-        check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
-        shapes = self._abstract(batch, loss_args)
-        trace = lambda loss: jax.eval_shape(self._blueprint.program(self.layout, loss).gradients, *shapes)
+        trace = functools.partial(self.trace_with, batch, loss_args)
         device = self.mesh.local_devices[0]
         return profile_loss(losses.normalized(self.loss_fn), self.activations, trace, device)
 
-    def _profiled(self, batch: PyTree, loss_args: LossArgs) -> ActivationProfile:
-        """The profile, measured and printed once."""
-        if self._profile is None or self._profile[0] is not self._compiled:
-            self._profile = self._compiled, self.activation_profile(batch, loss_args=loss_args)
-            if jax.process_index() == 0:
-                print(self._profile[1])
-        return self._profile[1]
+    def _running(self, traced: bool = False, state: TrainState | None = None) -> AbstractContextManager[None]:
+        """Around a program of ours; see `running`, and `explained` for a device without room."""
+        program = lambda: None if self._functions is None else self._blueprint.program(self.layout)
+        return running(self.mesh, self.axes.names, explained(program, state), traced)
 
-    @contextlib.contextmanager
-    def _running(self, traced: bool = False) -> Iterator[None]:
-        """Around a program of ours: under the engine's mesh, if `jax.set_mesh` has set one, and errors explained."""
-        set_by_user = not (traced or jax.sharding.get_abstract_mesh().empty)
-        own = jax.set_mesh(self.mesh) if set_by_user else contextlib.nullcontext()
-        with losses.noted_errors(self.axes.names), own:
-            yield
+    def trace_with(self, batch: PyTree, loss_args: LossArgs, loss: losses.Loss) -> Any:
+        """Trace the gradients of a batch of these shapes with a loss in the place of the engine's; their shapes."""
+        check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
+        gradients = self._blueprint.program(self.layout, loss).gradients
+        return jax.eval_shape(gradients, *self._abstract(batch, loss_args))
 
     def _placed(self, batch: PyTree, loss_args: LossArgs) -> tuple[PyTree, dict[str, PyTree]]:
         return place_batch(batch, self.mesh, self.axes.batch), place_loss_args(loss_args, self.mesh)
@@ -434,15 +446,3 @@ class Engine:
         """The shapes of what the devices take in a step, with shardings."""
         placed = abstract_batch(batch, self.mesh, self.axes.batch), abstract_loss_args(loss_args, self.mesh)
         return self._compiled.abstract_on_devices(), *placed
-
-    def _settled(self, result: Any) -> Any:
-        """`result`, waited for on simulated devices, where programs that run at the same time may each hold threads
-        that the other's collectives wait for."""
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        return jax.block_until_ready(result) if on_cpu and not is_traced(result) else result
-
-    def _check_host_memory(self) -> None:
-        """Refuse to offload what the hosts have no room for, in all processes alike."""
-        if self.offload is not None:
-            row = memory_row(self.layout, self._blueprint.program(self.layout).settings, self.mesh)
-            check_hosts(*gather_with_hosts(row) if spans_processes(self.mesh) else (row[None], ("here",)))

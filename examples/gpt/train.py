@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import sys
 from dataclasses import asdict, dataclass
@@ -32,11 +31,14 @@ import optax
 import tyro
 from data import Batches, load_text, make_batches
 from model import PRESETS, GPTConfig, generate, make_apply, make_loss, tensor_parallel_specs
-from report import Log, bytes_by_stage, memory_table, read_history, save_figure
 from rich.console import Console
 from rich.markup import escape
 
 import zero2jax
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
+from examples.options import make_optimizer, parse_axes, step_to_resume
+from examples.report import Log, Trace, bytes_by_stage, memory_table, read_history, save_figure
 
 # A run without --deepspeed_config does this. A file in the same format may also hold `optimizer`, `scheduler` and
 # `bf16`; without `bf16` the model computes in fp32, which suits a CPU.
@@ -77,38 +79,10 @@ class Args:
     """Steps between checkpoints."""
     resume: str | None = None
     """Continue from the latest checkpoint if there is one (auto), or from that of a step (its number)."""
+    profile: Path | None = None
+    """Folder for a jax.profiler trace of three steps, after the first five; none is written if absent."""
     report: bool = True
     """At the end, count the bytes of every stage, write a sample and draw report.png."""
-
-
-def parse_axes(axes: str) -> dict[str, int]:
-    """`"data=4,model=2"` as `{"data": 4, "model": 2}`."""
-    if not re.fullmatch(r"\w+=-?\d+(,\w+=-?\d+)*", axes):
-        raise ValueError(
-            f"reading --axes {axes!r}: write NAME=SIZE, separated by commas, as in data=4,model=2."
-        )
-    return {name: int(size) for name, size in (axis.split("=") for axis in axes.split(","))}
-
-
-def make_optimizer(learning_rate: float, steps: int) -> optax.GradientTransformation:
-    """AdamW, warmed up over a tenth of the steps, then a cosine down to a twentieth of the learning rate."""
-    low = learning_rate / 20
-    schedule = optax.warmup_cosine_decay_schedule(low, learning_rate, steps // 10, steps, low)
-    # `inject_hyperparams` keeps the current learning rate in the state, where the metrics find it.
-    return optax.inject_hyperparams(optax.adamw)(learning_rate=schedule, b2=0.95, weight_decay=0.1)
-
-
-def step_to_resume(resume: str | None, checkpointer: zero2jax.Checkpointer | None) -> int | None:
-    """The step to restore, or None to begin anew."""
-    if resume is None:
-        return
-    if checkpointer is None:
-        raise ValueError(
-            f"reading --resume {resume}: without --checkpoints FOLDER there is nothing to resume from."
-        )
-    if resume != "auto" and not resume.isdecimal():
-        raise ValueError(f"reading --resume {resume!r}: write auto, or the step of a checkpoint.")
-    return checkpointer.latest_step() if resume == "auto" else int(resume)
 
 
 def as_text(tokens: jax.Array | np.ndarray) -> str:
@@ -225,12 +199,15 @@ def train(run: Run, state: zero2jax.TrainState, log: Log) -> tuple[zero2jax.Trai
     engine, checkpointer, steps = run.engine, run.checkpointer, run.args.steps
     signals = [signal.SIGTERM] if checkpointer else []
     previous: dict[str, Any] = {}
+    trace = Trace(run.args.profile if run.is_first else None, int(state.step) + 6)
     with zero2jax.Preemption(signals, check_every=10) as preemption:  # zero2jax
         for step in range(int(state.step) + 1, steps + 1):
             batch = run.place(next(run.batches))
+            trace.before(step)
             # Without ZeRO, jitted: loss, grads = value_and_grad(loss_fn)(params, batch); updates, opt_state =
             # tx.update(grads, opt_state, params); params = optax.apply_updates(params, updates)
             state, metrics = engine.step(state, batch)  # zero2jax
+            trace.after(step, metrics)
             if run.is_evaluated(step):
                 with log.waiting():
                     metrics["held_out_loss"] = run.evaluate(state)
@@ -270,12 +247,11 @@ def report(
     sample = write(make_apply(model)[1], params, prompt, NUM_SAMPLE_BYTES, jax.random.key(args.seed))
     prompt, sample = as_text(prompt), as_text(sample)
     console.print(f"[dim]{escape(prompt)}[/dim]{escape(sample)}")
-    console.print(memory_table(memory))
-
     by_stage = bytes_by_stage(engine, run.tx, run.config, run.specs, run.shapes, batch)
+    console.print(memory_table(memory, by_stage))
     if not run.is_first:
         return
-    save_figure(args.out / "report.png", history, by_stage, engine.stage)
+    save_figure(args.out / "report.png", history, by_stage, engine.stage, "nats per byte")
     summary = {
         "model": {"preset": args.model, **asdict(model), "num_params": run.num_params},
         "platform": jax.default_backend(),

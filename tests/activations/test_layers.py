@@ -303,7 +303,7 @@ def test_settings_are_checked_at_once():
 
 
 def test_offloading_without_host_memory_warns_and_changes_nothing(monkeypatch):
-    monkeypatch.setattr(layers, "_has_pinned_host", lambda mesh: False)
+    monkeypatch.setattr(layers, "has_host_memory", lambda mesh: False)
     with pytest.warns(UserWarning, match="no memory of kind 'pinned_host', so the activations stay in"):
         loss = remat_layers(around(MODELS["scan"]), ActivationSettings(offload=True))
     assert "<host>" not in str(jax.make_jaxpr(jax.grad(loss))(PARAMS, TOKENS))

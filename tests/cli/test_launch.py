@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from zero2jax.cli.launch import HostOptions, PlaceOptions, ProcessOptions
+from zero2jax.cli.launch import HostOptions, MemoryOptions, PlaceOptions, ProcessOptions
 from zero2jax.cli.main import main
 from zero2jax.cli.other_launchers import OTHER_OPTIONS
 
@@ -37,7 +37,7 @@ def test_options_of_other_launchers_are_answered(capsys, words, said):
 
 
 def test_the_answers_name_options_that_there_are():
-    groups = (ProcessOptions, HostOptions, PlaceOptions)
+    groups = (ProcessOptions, HostOptions, PlaceOptions, MemoryOptions)
     ours = {"--" + f.name.replace("_", "-") for group in groups for f in dataclasses.fields(group)} | {
         "--print"
     }

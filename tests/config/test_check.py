@@ -201,11 +201,15 @@ def test_the_exit_code_says_whether_the_file_trains(tmp_path, capsys, raw, code,
 
 EVERYTHING = {
     "train_batch_size": 17,
-    "fp16": {"enabled": True, "foo": 1, "fp16_master_weights_and_grads": True},
+    "fp16": {"enabled": True, "foo": 1},
     "amp": {"enabled": True},
     "prescale_gradients": True,
     "activation_checkpointing": {"policy": "nonesuch"},
-    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}, "mics_shard_size": 3},
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "super_offload": True},
+        "mics_shard_size": 3,
+    },
     "optimizer": {"type": "Adam", "params": {"lr": "auto"}},
     "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
 }
@@ -225,7 +229,7 @@ def test_everything_that_is_wrong_comes_in_one_round(tmp_path, capsys):
 REASONS = {
     "errors": ["fp16.foo", "prescale_gradients", "activation_checkpointing.policy"],
     "refused": ["amp", "zero_optimization.mics_shard_size", "train_batch_size"],
-    "not_yet": ["fp16.fp16_master_weights_and_grads", "zero_optimization.offload_optimizer.device"],
+    "not_yet": ["zero_optimization.offload_optimizer.super_offload"],
     "to_fill": ["scheduler.params.total_num_steps"],
 }
 
@@ -308,7 +312,7 @@ def test_devices_must_be_positive(ds_config, capsys):
     assert "--devices = 0: must be at least 1" in err
 
 
-def test_info_reports_versions_and_devices(capsys):
+def test_info_reports_versions_and_devices(capsys, tmp_path, monkeypatch):
     code, out, _ = run(["info", "--json"], capsys)
     report = json.loads(out)
     assert code == 0
@@ -323,6 +327,20 @@ def test_info_reports_versions_and_devices(capsys):
     code, out, _ = run(["info"], capsys)
     assert code == 0
     assert "jaxlib" in out
+    assert "measured" not in out
+    monkeypatch.setattr("zero2jax.offload.rates.PROBE_BYTES", 1000)
+    code, out, _ = run(["info", "--measure", "--nvme-path", str(tmp_path), "--json"], capsys)
+    assert {name for name, rate in json.loads(out)["bytes_per_s"].items() if rate > 0} == {
+        "up",
+        "down",
+        "write",
+        "read",
+    }
+    code, out, _ = run(["info", "--measure"], capsys)
+    assert "host to device, measured" in out
+    code, _, err = run(["info", "--nvme-path", "/proc/nowhere"], capsys)
+    assert code == 2
+    assert "making /proc/nowhere/process-0-of-1" in err
 
 
 def test_module_runs_without_starting_a_backend(ds_config):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import zero2jax
@@ -36,10 +37,8 @@ LOADS = {
             "checkpoint.tag_validation": "Fail",
             "comms_logger": True,
         },
-        [
-            "tensorboard.enabled",
-        ],
-        ["comms_logger"],
+        [],
+        ["checkpoint.tag_validation"],
     ),
     "bert_lamb": (
         {
@@ -75,7 +74,7 @@ LOADS = {
             "zero_optimization.stage3_param_persistence_threshold": 10_000,
             "gradient_accumulation_steps": 4,
         },
-        ["zero_optimization.offload_param.device"],
+        [],
         ["stage3_prefetch_bucket_size"],
     ),
     "lr_search": (
@@ -99,8 +98,8 @@ LOADS = {
             "optimizer.params.betas": (0.9, 0.95),
             "zero_optimization.overlap_comm": True,
         },
-        ["wall_clock_breakdown"],
-        ["steps_per_print"],
+        [],
+        ["allgather_partitions"],
     ),
     "nvme_infinity": (
         {
@@ -110,8 +109,6 @@ LOADS = {
         },
         [
             "zero_optimization.offload_param.device",
-            "flops_profiler.enabled",
-            "zero_optimization.offload_optimizer.device",
         ],
         ["aio"],
     ),
@@ -151,18 +148,14 @@ LOADS = {
         [],
         ["the string '128' was read as 128"] + ["was read as"] * 7,
     ),
-    "zeropp": (
-        {"zero_optimization.zero_hpz_partition_size": 8},
-        [
-            "zero_optimization.zero_quantized_weights",
-            "zero_optimization.zero_quantized_gradients",
-        ],
-        ["reduce_scatter"],
-    ),
 }
 
 # name -> words of the errors in their order
 FAILS = {
+    "zeropp": [
+        "zero_quantized_weights = true: not supported: quantised collectives change the numbers",
+        "zero_quantized_gradients = true: not supported: quantised collectives change the numbers",
+    ],
     "bert_onebit": ["optimizer.type = 'OneBitAdam': not supported"],
     "hf_zero3_auto": ["scheduler.params.total_num_steps = 'auto'"],
     "megatron_moe_stage0": ["curriculum_learning = true: not supported"],
@@ -225,9 +218,7 @@ def test_hugging_face_file_resolves():
     }
 
 
-LATER = {
-    "stage3_offload_param",
-}
+LATER: set[str] = set()
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.json"))
 
 
@@ -256,7 +247,8 @@ def loss_fn(params, batch):
 @pytest.mark.filterwarnings("ignore::zero2jax.ConfigWarning")
 @pytest.mark.filterwarnings("ignore:activation settings. the loss function has no layers:UserWarning")
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in LATER])
-def test_config_trains_for_two_steps(name):
+def test_config_trains_for_two_steps(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where a relative nvme_path is
     config = read_config(CONFIGS / f"{name}.json")
     engine = zero2jax.initialize(loss_fn, config=config, mesh=zero2jax.make_mesh(data=8))
     total, _, _ = config.batch_sizes(8)
@@ -277,6 +269,33 @@ def test_config_trains_for_two_steps(name):
     if config.scheduler is None:
         assert losses[-1] < losses[0]
         np.testing.assert_allclose(metrics["learning_rate"], engine_rate(config), rtol=1e-6)
+
+
+# what has no learning rate until it is filled in; what is not there yet
+LEFT_AT_AUTO, NOT_THERE = {"hf_zero2_auto"}, {"nvme_infinity"}
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")  # each file has its own; what they say is held elsewhere
+@pytest.mark.parametrize("name", sorted(set(LOADS) - LEFT_AT_AUTO - NOT_THERE))
+def test_file_of_the_wild_trains_for_two_steps(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # monitors write there
+    config = read_config(DS_FILES / f"{name}.json")
+    tx = None if config.optimizer else optax.sgd(0.1)
+    engine = zero2jax.initialize(loss_fn, tx, config, zero2jax.make_mesh(data=8))
+    total, _, _ = config.batch_sizes(8, batch_size=16)
+    batch = {"x": np.ones((total, 5), np.float32), "y": np.ones((total, 3), np.float32)}
+    state = engine.init({"w": jnp.full((5, 3), 0.1), "b": jnp.zeros(3)})
+    for _ in range(2):
+        state, metrics = engine.step(state, batch)
+    assert int(state.step) == 2
+    assert np.isfinite(metrics["loss"])
+    if engine.observers is not None:
+        engine.observers.close()
+
+
+def test_of_the_files_of_the_wild_only_these_are_not_there_yet():
+    lacking = {name for name in LOADS if any(not_yet(read_config(DS_FILES / f"{name}.json")))}
+    assert lacking == NOT_THERE
 
 
 @pytest.mark.filterwarnings("ignore::zero2jax.ConfigWarning")

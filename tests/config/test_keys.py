@@ -9,9 +9,14 @@ from zero2jax.config.rules import key_values
 FROZEN = {
     Treatment.IMPLEMENTED: """
         zero_optimization.offload_optimizer.device zero_optimization.offload_optimizer.ratio
+        zero_optimization.offload_optimizer.device_bytes zero_optimization.offload_optimizer.delay_after
+        zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_optimizer.buffer_count
+        zero_optimization.offload_optimizer.pipeline_read zero_optimization.offload_optimizer.pipeline_write
+        zero_optimization.offload_param.device
         train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer.type
         scheduler.type gradient_clipping communication_data_type bf16.enabled
         bf16.check_grad_overflow gradient_allreduce_op
+        bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states fp16.fp16_master_weights_and_grads
         fp16.enabled fp16.loss_scale fp16.initial_scale_power fp16.loss_scale_window
         fp16.hysteresis fp16.consecutive_hysteresis fp16.min_loss_scale
         data_types.grad_accum_dtype data_types.param_dtype tensor_parallel zero_optimization.stage
@@ -23,6 +28,18 @@ FROZEN = {
         activation_checkpointing.number_checkpoints
         activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile
         activation_checkpointing.policy
+        memory.preallocate memory.fraction memory.allocator memory.collective_memory_mb memory.arena
+        xla_preset memory_breakdown
+        zero_optimization.ignore_unused_parameters
+        zero_optimization.stage3_param_persistence_threshold
+        zero_optimization.stage3_model_persistence_threshold
+        flops_profiler.enabled flops_profiler.profile_step flops_profiler.module_depth
+        flops_profiler.top_modules flops_profiler.detailed flops_profiler.output_file
+        dump_state comms_logger steps_per_print wall_clock_breakdown timers.throughput.enabled
+        tensorboard.enabled tensorboard.output_path tensorboard.job_name
+        csv_monitor.enabled csv_monitor.output_path csv_monitor.job_name wandb.enabled wandb.group
+        wandb.team wandb.project comet.enabled comet.samples_log_interval comet.project comet.workspace
+        comet.api_key comet.experiment_name comet.experiment_key comet.online comet.mode
     """,
     Treatment.NO_EFFECT: """
         zero_optimization.contiguous_gradients zero_optimization.reduce_scatter
@@ -30,8 +47,6 @@ FROZEN = {
         zero_optimization.load_from_fp32_weights zero_optimization.elastic_checkpoint
         zero_optimization.round_robin_gradients zero_optimization.sub_group_size
         zero_optimization.stage3_prefetch_bucket_size
-        zero_optimization.stage3_param_persistence_threshold
-        zero_optimization.stage3_model_persistence_threshold
         zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
         zero_optimization.stage3_gather_16bit_weights_on_model_save
         zero_optimization.stage3_module_granularity_threshold
@@ -43,39 +58,27 @@ FROZEN = {
         zero_optimization.save_muon_momentum_buffer_in_memory zero_optimization.leaf_module
         zero_optimization.grad_hooks zero_optimization.offload_optimizer.pin_memory
         zero_optimization.offload_optimizer.fast_init
+        zero_optimization.offload_param.pin_memory
         zero_optimization.offload_optimizer.cpuadam_cores_perc optimizer.legacy_fusion zero_allow_untested_optimizer
         zero_force_ds_cpu_optimizer fp16.auto_cast bf16.immediate_grad_update data_types.buffer_dtype
         prescale_gradients gradient_predivide_factor seq_parallel_communication_data_type
         sparse_gradients disable_allgather graph_harvesting
-        steps_per_print log_level dataloader_drop_last vocabulary_size timers.throughput.enabled
+        flops_profiler.recompute_fwd_factor log_level dataloader_drop_last vocabulary_size
         timers.throughput.synchronized checkpoint.tag_validation checkpoint.load_universal
         checkpoint.use_node_local_storage checkpoint.parallel_write.pipeline_stage
-        checkpoint.checkpoint_serialization checkpoint.writer comet comms_logger aio compile
+        checkpoint.checkpoint_serialization checkpoint.writer aio compile
         data_parallel_size nebula datastates_ckpt autotuning pipeline
     """,
     Treatment.NOT_YET: """
-        fp16.fp16_master_weights_and_grads
-        zero_optimization.offload_optimizer.nvme_path
-        zero_optimization.offload_optimizer.buffer_count
-        zero_optimization.offload_optimizer.pipeline_read
-        zero_optimization.offload_optimizer.pipeline_write
         zero_optimization.offload_optimizer.super_offload
-        zero_optimization.offload_param.device zero_optimization.offload_param.nvme_path
+        zero_optimization.offload_param.nvme_path
         zero_optimization.offload_param.buffer_count zero_optimization.offload_param.buffer_size
-        zero_optimization.offload_param.max_in_cpu zero_optimization.offload_param.pin_memory
-        zero_optimization.ignore_unused_parameters
+        zero_optimization.offload_param.max_in_cpu
+    """,
+    Treatment.REFUSED: """
         zero_optimization.zero_quantized_weights
         zero_optimization.zero_quantized_nontrainable_weights
         zero_optimization.zero_quantized_gradients zero_optimization.zeropp_loco_param
-        bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
-        wall_clock_breakdown memory_breakdown dump_state
-        flops_profiler.enabled flops_profiler.recompute_fwd_factor flops_profiler.profile_step
-        flops_profiler.module_depth flops_profiler.top_modules flops_profiler.detailed
-        flops_profiler.output_file tensorboard.enabled tensorboard.output_path tensorboard.job_name
-        csv_monitor.enabled csv_monitor.output_path csv_monitor.job_name wandb.enabled wandb.group
-        wandb.team wandb.project
-    """,
-    Treatment.REFUSED: """
         managed_gradient_accumulation zero_optimization.legacy_stage1 zero_optimization.zenflow
         optimizer.params.amsgrad optimizer.params.dampening optimizer.params.lr_decay
         optimizer.params.initial_accumulator_value sequence_parallel_size expert_parallel

@@ -50,6 +50,7 @@ def test_all_errors_of_a_file_come_together():
         ({"train_batch_size": True}, "train_batch_size"),
         ({"train_batch_size": [8]}, "train_batch_size"),
         ({"gradient_clipping": -1}, "gradient_clipping"),
+        ({"gradient_clipping": 1e-320}, "gradient_clipping"),  # 0 in fp32: no parameter would ever change
         ({"gradient_clipping": float("nan")}, "gradient_clipping"),
         ({"gradient_predivide_factor": 0}, "gradient_predivide_factor"),
         ({"communication_data_type": "int8"}, "communication_data_type"),

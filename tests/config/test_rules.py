@@ -5,6 +5,7 @@ from config_errors import errors_of, zero
 
 from zero2jax.config.reading import ConfigError, read_config
 from zero2jax.config.rules import device_notes, not_yet
+from zero2jax.config.translate import translate
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -188,7 +189,10 @@ def test_offload_param_below_stage_3_warns_and_is_ignored():
     config = read_config(zero(stage=2, offload_param={"device": "cpu"}))
     assert any("offload_param is ignored at stage 2" in note for note in config.notes)
     assert not_yet(config) == []
-    assert not_yet(read_config(zero(stage=3, offload_param={"device": "cpu"})))
+    assert not_yet(read_config(zero(stage=3, offload_param={"device": "nvme"})))
+    alone = read_config(zero(stage=3, offload_param={"device": "cpu"}))
+    assert not_yet(alone) == []
+    assert any("offload_param without offload_optimizer moves nothing" in note for note in alone.notes)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -218,19 +222,6 @@ def test_ignored_keys_are_named_once():
             zero(stage=3, offload_optimizer={"device": "cpu", "super_offload": True, "nvme_path": "/x"}),
             "zero_optimization.offload_optimizer.super_offload",
         ),
-        (
-            {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
-            "fp16.fp16_master_weights_and_grads",
-        ),
-        (zero(stage=2, offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer.device"),
-        (zero(stage=3, zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
-        (zero(stage=2, ignore_unused_parameters=False), "zero_optimization.ignore_unused_parameters"),
-        ({"tensorboard": {"enabled": True, "output_path": "x"}}, "tensorboard.enabled"),
-        ({"csv_monitor": {"enabled": True}}, "csv_monitor.enabled"),
-        ({"wandb": {"enabled": True}}, "wandb.enabled"),
-        ({"flops_profiler": {"enabled": True, "profile_step": 3}}, "flops_profiler.enabled"),
-        ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
-        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
     ],
 )
 def test_not_yet_names_the_switch_only(raw, path):
@@ -242,7 +233,6 @@ def test_not_yet_names_the_switch_only(raw, path):
 def test_not_yet_ignores_blocks_that_are_off():
     raw = {
         "fp16": {"enabled": False, "hysteresis": 4},
-        "tensorboard": {"enabled": False, "output_path": "x"},
         "bf16": {"enabled": False, "check_grad_overflow": True},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none", "super_offload": True}},
     }
@@ -268,3 +258,32 @@ def test_a_missing_stage_is_said():
     assert said in read_config({"zero_optimization": {"overlap_comm": True}}).notes
     assert said not in read_config({"zero_optimization": {"stage": 0, "overlap_comm": True}}).notes
     assert said not in read_config({}).notes
+
+
+def test_nvme_becomes_files_and_as_many_buffers_as_its_keys_say():
+    """Reading ahead and writing behind have buffers of their own."""
+    block = {"device": "nvme", "nvme_path": "/x", "ratio": 0.5}
+    for more, buffers in (
+        ({}, 4),
+        ({"buffer_count": 5, "pipeline_read": True}, 10),
+        ({"buffer_count": 0}, 1),
+    ):
+        config = read_config(zero(stage=3, offload_optimizer=block | more))
+        offload = translate(config, shards_from="").offload
+        assert (offload.nvme_path, offload.ratio, offload.buffer_count) == ("/x", 0.5, buffers)
+    both = zero(stage=3, offload_optimizer=block, offload_param={"device": "cpu"})
+    assert translate(read_config(both), shards_from="").offload.params
+    with pytest.raises(ConfigError, match=r"offload_optimizer.device = 'nvme': it needs nvme_path"):
+        read_config(zero(stage=3, offload_optimizer={"device": "nvme"}))
+
+
+def test_a_budget_chooses_the_ratio_and_a_delay_is_passed_on():
+    block = {"device": "cpu", "device_bytes": 1000, "delay_after": 3}
+    offload = translate(read_config(zero(stage=2, offload_optimizer=block)), shards_from="").offload
+    assert (offload.ratio, offload.device_bytes, offload.delay_after) == ("auto", 1000, 3)
+    with pytest.raises(
+        ConfigError, match=r"device_bytes = 1000: it chooses the ratio, and the file gives one"
+    ):
+        read_config(zero(stage=3, offload_optimizer=block | {"ratio": 0.5}))
+    with pytest.raises(ConfigError, match=r"delay_after = 3: a step waits for its files"):
+        read_config(zero(stage=3, offload_optimizer=block | {"device": "nvme", "nvme_path": "/x"}))

@@ -23,7 +23,12 @@ RAW = {
     "gradient_allreduce_op": "sum",
     "data_types": {"grad_accum_dtype": "bf16"},
     "bf16": {"enabled": True, "check_grad_overflow": True},
-    "zero_optimization": {"stage": 2},
+    "zero_optimization": {
+        "stage": 2,
+        "ignore_unused_parameters": False,
+        "stage3_param_persistence_threshold": 1e4,
+        "stage3_model_persistence_threshold": 1e6,
+    },
     "activation_checkpointing": {"number_checkpoints": 3, "policy": "dots"},
 }
 STEP = StepSettings(
@@ -35,6 +40,9 @@ STEP = StepSettings(
     reduction="sum",
     skip_nonfinite=True,
     gather="use",
+    unused="error",
+    max_kept_size=10_000,
+    max_kept_total=1_000_000,
     seed=7,
 )
 ACTIVATIONS = ActivationSettings(policy="dots", num_checkpoints=3)
@@ -87,6 +95,9 @@ def test_whatever_a_step_has_the_engine_takes():
         "reduction": "mean",
         "skip_nonfinite": False,
         "loss_scale": None,
+        "unused": "warn",
+        "max_kept_size": 100_000,
+        "max_kept_total": None,
         "gather": "auto",
         "seed": 0,
         "shard_over_replicas": False,
@@ -129,6 +140,26 @@ def test_the_fp16_block_becomes_a_loss_scale():
     assert (words["loss scale"], words["non-finite gradients"]) == ("static 128", "the step is skipped")
 
 
+def test_masters_and_moments_of_16_bits_are_asked_for_by_their_switches():
+    def precision(**raw):
+        return translate(read_config(raw), shards_from="").step.precision
+
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True}
+    assert precision(bf16=bf16) == Precision("bf16", accumulate_dtype="bf16", master_dtype="bf16")
+    both = precision(bf16={**bf16, "bf16_optimizer_states": True}, data_types={"grad_accum_dtype": "fp32"})
+    assert both == Precision("bf16", master_dtype="bf16", state_dtype="bf16")
+    fp16 = {"enabled": True, "fp16_master_weights_and_grads": True}
+    assert precision(fp16=fp16) == Precision("fp16", accumulate_dtype="fp16", master_dtype="fp16")
+    off = {"enabled": False, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    assert precision(bf16=off) == Precision("fp32")
+    raw = {"train_batch_size": 8, "bf16": {**bf16, "bf16_optimizer_states": True}}
+    words = check_config(read_config(raw)).effective
+    assert words["masters"] == words["optimizer state"] == "bf16, rounded stochastically"
+    rule = r"bf16\.bf16_optimizer_states = true: bf16 optimizer states need bf16 masters, as in DeepSpeed"
+    with pytest.raises(ConfigError, match=rule):
+        read_config({"bf16": {"enabled": True, "bf16_optimizer_states": True}})
+
+
 def test_no_configuration_means_the_default_one():
     mesh = zero2jax.make_mesh(data=2)
     engine = zero2jax.initialize(lambda params, batch: jnp.mean(batch), optax.sgd(0.1), mesh=mesh)
@@ -141,3 +172,13 @@ def test_a_policy_that_is_none_is_refused_by_check_too():
         ConfigError, match=r"activation_checkpointing\.policy: .*'dotz'.* Did you mean 'dots'"
     ):
         check_config(read_config({"activation_checkpointing": {"policy": "dotz"}}))
+
+
+@pytest.mark.parametrize(
+    ("stage", "param", "expected"), [(3, "cpu", True), (2, "cpu", False), (3, "none", False)]
+)
+def test_offload_param_puts_the_engines_parameters_on_the_host_at_stage_3(stage, param, expected):
+    blocks = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": param}}
+    config = read_config({"zero_optimization": {"stage": stage, **blocks}})
+    assert translate(config, shards_from="").offload.params is expected
+    assert ("parameters" in check_config(config).effective) is expected

@@ -136,9 +136,10 @@ def test_the_launchers_options_have_these_names(capsys):
     counts = (
         "--processes --devices-per-process --max-restarts --grace-s --hosts --first-process --total-processes"
     )
+    memory = "--memory-preallocate --memory-fraction --memory-allocator --memory-collective-mb"
     others = "--platform --logs --hostfile --include --exclude --print --coordinator --end-with-stdin --help"
     written = re.findall(r"^\W+(?:-h, )?(--[a-z][a-z-]+)", capsys.readouterr().out, re.MULTILINE)
-    assert sorted(written) == sorted(f"{counts} {others}".split())
+    assert sorted(written) == sorted(f"{counts} {memory} {others}".split())
 
 
 def test_options_after_the_script_are_said_by_name(capfd):

@@ -169,3 +169,29 @@ def test_filters_reach_mpirun_and_uneven_hosts_are_refused(tmp_path, capsys):
     assert "printing for mpi: host b has the slots 0, 1; all hosts must" in capsys.readouterr().err
     assert main([*options, "--include", "a:1,2", "t.py"]) == 2
     assert "host a has the slots 1, 2" in capsys.readouterr().err
+
+
+def test_memory_options_are_in_what_is_printed_and_in_the_environment_of_what_is_started(
+    run, capsys, monkeypatch, tmp_path
+):
+    names = {"XLA_CLIENT_MEM_FRACTION": "0.8", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that what is written here is undone
+    script = tmp_path / "train.sh"
+    script.write_text("#!/bin/sh\necho pool $XLA_CLIENT_MEM_FRACTION $XLA_PYTHON_CLIENT_PREALLOCATE\n")
+    script.chmod(0o755)
+    options = ["--memory-fraction", "0.8", "--memory-preallocate", "no"]
+    for where in ("slurm", "mpi", "k8s"):
+        for name in names:
+            monkeypatch.setenv(name, "")
+        assert main(["launch", "--print", where, *options, str(script)]) == 0
+        printed = capsys.readouterr().out
+        if where == "k8s":
+            pod = yaml.safe_load(printed)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+            env = {item["name"]: item.get("value") for item in pod["containers"][0]["env"]}
+            assert env.items() >= names.items()
+        else:
+            assert run(printed)["pool"] == ["0.8 false"]
+    assert main(["launch", *options, str(script)]) == 0
+    assert main(["launch", "--memory-fraction", "0.7", str(script)]) == 2
+    assert "fraction is 0.7, and the environment says XLA_CLIENT_MEM_FRACTION=0.8" in capsys.readouterr().err

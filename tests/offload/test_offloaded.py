@@ -59,7 +59,7 @@ def test_offload_changes_no_bit_without_fused_multiply_adds():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     differ = json.loads(done.stdout.splitlines()[-1])
-    assert len(differ) == 6
+    assert len(differ) == 9
     assert {case: names for case, names in differ.items() if names} == {}
 
 
@@ -186,7 +186,11 @@ def test_made_by_a_function_parameters_are_made_on_the_host(engines):
 
 def test_the_report_of_memory_counts_the_host_apart(engines):
     engine, plain = engines
-    report = engine.memory(engine.init(make_params()), make_batch())
+    state = engine.init(make_params())
+    report = engine.memory(state, make_batch())
+    seen = engine._compiled.on_devices(state).params
+    copies = {name: x for name, x in seen.items() if name != "norm"}
+    assert report["parameters between steps"].measured_bytes == zero2jax.live_bytes(copies)
     on_device = plain.memory(plain.init(make_params()), make_batch())
     assert report["master"].measured_bytes < on_device["master"].measured_bytes
     assert (
@@ -217,7 +221,7 @@ def test_too_few_cpu_devices_are_an_error_that_says_how_many():
 
 
 def test_a_host_without_room_is_refused_before_anything_is_placed(engines, monkeypatch, tmp_path):
-    engine, _ = engines
+    engine, plain = engines
     engine.abstract_state(make_params())
     layout, settings = engine.layout, engine._blueprint.program(engine.layout).settings
     # Of 133 trained parameters fp32 masters and two moments, bf16 gradients and copies; padding and scalars besides.
@@ -228,6 +232,10 @@ def test_a_host_without_room_is_refused_before_anything_is_placed(engines, monke
             ValueError, match=r"of host here: .* 1 process\(es\) take 1.00 MiB, and 0 B are available"
         ):
             engine.init(make_params())
+        with zero2jax.Checkpointer(tmp_path / "saved", plain) as checkpointer:
+            checkpointer.save(0, plain.init(make_params()))
+            with pytest.raises(ValueError, match="0 B are available"):
+                checkpointer.restore(engine)
     (tmp_path / "meminfo").write_text("MemTotal: 8 kB\nMemAvailable: 6 kB\n")
     assert host_memory.available_bytes(tmp_path, tmp_path) == 6 << 10
     (tmp_path / "memory.max").write_text("4000\n")
@@ -238,6 +246,14 @@ def test_a_host_without_room_is_refused_before_anything_is_placed(engines, monke
     )  # files that were read
     assert host_memory.available_bytes(tmp_path, tmp_path) == 3800
     assert host_memory.available_bytes(tmp_path / "none", tmp_path / "none") is None
+    # limits of the groups in between count, too
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("1:name=systemd:/x\n0::/job.slice/step.scope\n")
+    (tmp_path / "job.slice" / "step.scope").mkdir(parents=True)
+    for group, limit in (("job.slice", "2500"), ("job.slice/step.scope", "max")):
+        (tmp_path / group / "memory.max").write_text(limit)
+        (tmp_path / group / "memory.current").write_text("1000")
+    assert host_memory.available_bytes(tmp_path, tmp_path) == 1500
     rows, hosts = [(3, 8), (3, 8), (3, 8), (1, -1)], ["a", "a", "b", "c"]
     host_memory.check_hosts(rows, hosts)
     with pytest.raises(ValueError, match=r"memory of host a: .* 2 process\(es\) take 9.00 MiB, and 8.00 MiB"):

@@ -5,9 +5,11 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_trees_close, make_batch, make_batches, make_engine, make_params, train
+from jax.sharding import PartitionSpec as P
 
 import zero2jax
-from zero2jax.offload.host_memory import state_bytes, transfer_bytes
+from zero2jax.offload import offloaded
+from zero2jax.offload.host_memory import param_bytes, state_bytes, transfer_bytes
 
 HOST = tuple(jax.devices()[4:6])
 
@@ -39,6 +41,31 @@ def test_bytes_on_the_host_grow_with_the_ratio_and_come_near_it():
     assert max(abs(np.linspace(0.05, 1, 20) - shares)) <= largest / 2 + 0.05
 
 
+def test_the_smallest_ratio_that_fits_a_budget_is_chosen():
+    """Stage 3 on two devices, fp32: a leaf takes a copy where the host has it, else a master and two moments."""
+
+    def engine_with(device_bytes, **settings):
+        offload = zero2jax.OffloadSettings(
+            ratio="auto", device_bytes=device_bytes, host_devices=HOST, **settings
+        )
+        engine = make_engine(2, tx=optax.adam(1e-2), offload=offload, stage=3)
+        engine.abstract_state(make_params())
+        return engine.layout
+
+    sizes = [leaf.rest_bytes for leaf in engine_with(10**6).params.leaves]  # b, w, embed, norm, scale
+    stored = [3 * sum(sizes) - 2 * sum(sizes[:n]) for n in range(6)]
+    for n in range(1, 6):
+        for budget in (stored[n], stored[n - 1] - 1):
+            assert engine_with(budget).resident_params == frozenset(range(n, 5))
+    with pytest.raises(ValueError, match=r"still stores .* of parameters between steps, and device_bytes is"):
+        engine_with(stored[5] - 1)
+    with pytest.raises(ValueError, match="device_bytes"):  # two sets of copies
+        engine_with(stored[5], delay_after=1)
+    for wrong in ({"ratio": "auto"}, {"device_bytes": 5}):
+        with pytest.raises(ValueError, match="Give both or neither"):
+            zero2jax.OffloadSettings(**wrong)
+
+
 def test_half_of_the_state_on_the_host_trains_as_all_of_it_on_the_devices(tmp_path):
     half, plain = engine_of(0.5), engine_of(None)
     state, metrics = train(half, half.init(make_params()), make_batches(3))
@@ -64,6 +91,25 @@ def test_half_of_the_state_on_the_host_trains_as_all_of_it_on_the_devices(tmp_pa
     assert report["optimizer state"].measured_bytes > 0
 
 
+def test_of_the_hosts_half_only_scalars_and_copies_come_up(monkeypatch):
+    from zero2jax.offload import offloaded
+
+    half = engine_of(0.5)
+    state, _ = half.step(half.init(make_params()), make_batch())
+    own, up = offloaded.moved, []
+
+    def moved(arrays, shardings):
+        found = own(arrays, shardings)
+        up.extend(
+            x for x, y in zip(found, arrays, strict=True) if x is not y and x.sharding.mesh == half.mesh
+        )
+        return found
+
+    monkeypatch.setattr(offloaded, "moved", moved)
+    half.step(state, make_batch())
+    assert sorted(x.shape for x in up if x.ndim) == [(3, 6), (3, 6, 5)]  # b, w: padded to two devices
+
+
 def test_an_optimizer_that_ties_all_leaves_together_has_no_half():
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
     with pytest.raises(ValueError, match=r"offloading 0.5 of the state: .* Clip by clip_norm="):
@@ -85,3 +131,44 @@ def test_one_leaf_that_waits_on_the_host_is_noticed():
     leaves[i] = jax.device_put(leaves[i], leaves[i].sharding.with_memory_kind("pinned_host"))
     with pytest.raises(ValueError, match="waits in host memory"):
         engine.step(state._replace(params=treedef.unflatten(leaves)), make_batch())
+
+
+def reduced_bytes(engine):
+    """Bytes of the gradients that a device hands over, as the compiled half of the step makes them."""
+    step, there = engine._compiled.step, engine._compiled.abstract_on_devices()
+    batch = engine._abstract(make_batch(), None)[1]
+    kept, copies = offloaded.apart(there, engine.layout.trainable)
+    sums = jax.eval_shape(step.reduce, kept, copies, batch, {}).sums
+    shards = zip(sums, engine.layout.trained_params.leaves, strict=True)
+    return sum(
+        x.size * x.dtype.itemsize // (1 if leaf.dim is None else leaf.num_shards) for x, leaf in shards
+    )
+
+
+def test_gradients_go_down_in_the_dtype_that_they_are_reduced_in():
+    ratios = []
+    for stage in (1, 2):
+        settings = zero2jax.OffloadSettings(host_devices=HOST)
+        precision = zero2jax.Precision()
+        engine = make_engine(2, stage=stage, num_microbatches=2, precision=precision, offload=settings)
+        engine.abstract_state(make_params())
+        down, up = transfer_bytes(
+            engine.layout, engine._blueprint.program(engine.layout).settings, engine.mesh
+        )
+        assert down == reduced_bytes(engine)
+        ratios.append(down / up)
+    assert ratios == [1, 2]  # stage 2 adds microbatches in fp32; stage 1 reduces their sum in bf16
+
+
+def test_a_chunk_counts_what_a_device_has_of_a_leaf_that_a_model_axis_shards():
+    mesh, specs = zero2jax.make_mesh(data=2, model=2), {"a": P(None, "model"), "b": P()}
+    engine = zero2jax.Engine(
+        lambda params, batch: (batch @ params["a"]).mean() + params["b"].sum(),
+        optax.adam(1e-2),
+        mesh,
+        param_specs=specs,
+        layer_dims=0,
+        offload=zero2jax.OffloadSettings(),
+    )
+    engine.abstract_state({name: np.zeros((4, 4), np.float32) for name in specs})
+    assert param_bytes(engine.layout, mesh) == [16, 32]

@@ -4,12 +4,15 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from helpers import make_batch, make_params, mean_loss
-from plan_program import LAYERS, WIDTH, N, needs_compiler, program
+from plan_program import LAYERS, WIDTH, N, loss_fn, needs_compiler, program
 
 import zero2jax
+from zero2jax.base.tables import readable_bytes
+from zero2jax.planning.offload_plan import offload_plan
 from zero2jax.planning.targets import get_target
 
 ELEMENTS = LAYERS * WIDTH * WIDTH
@@ -57,6 +60,8 @@ def test_a_step_for_an_h200_has_no_optimizer_state_in_device_memory_and_fits_whe
     assert on.rest_bytes == 2 * ELEMENTS + batch + scalars
     assert off.rest_bytes == 12 * ELEMENTS + 4 + batch + scalars
     assert {row.name: row.peak_bytes for row in on.by_class}["optimizer state"] == 0
+    assert on.device_bytes == on.headroom_bytes + 2 * ELEMENTS
+    assert f"a device may store {readable_bytes(on.device_bytes)} (" in str(on)
     assert on.total_bytes + 8 * ELEMENTS < off.total_bytes
     assert on.offload.transfer_s == pytest.approx(4 * ELEMENTS / (0.8 * 34359738368))
     between = (on.total_bytes + off.total_bytes) // 2
@@ -80,3 +85,81 @@ def test_a_part_of_the_state_is_counted_on_either_side():
     assert (rows["master"].rest_bytes, rows["optimizer state"].rest_bytes) == (4 * on_device, 8 * on_device)
     assert rows["parameters"].rest_bytes == 2 * on_host
     assert sum(row.rest_bytes for row in report.by_class) == report.rest_bytes
+
+
+def test_files_are_counted_as_their_own_class_twice_and_host_memory_by_chunks():
+    p = program(16)
+    settings = zero2jax.OffloadSettings(nvme_path="/nowhere", chunk_bytes=1, buffer_count=8)
+    engine = zero2jax.Engine(p.loss_fn, p.tx, zero2jax.make_mesh(data=N), offload=settings)
+    engine.abstract_state(p.params)
+    found = offload_plan(engine, engine.functions._program.settings, get_target("cpu"), 2)
+    assert found.disk_bytes == 2 * (12 * ELEMENTS // N + 4)
+    # one leaf, so one chunk: all of it is there
+    assert found.host_bytes == 16 * ELEMENTS // N + 4
+    late = zero2jax.OffloadSettings(delay_after=0)
+    engine = zero2jax.Engine(p.loss_fn, p.tx, zero2jax.make_mesh(data=N), offload=late)
+    engine.abstract_state(p.params)
+    twice = offload_plan(engine, engine.functions._program.settings, get_target("cpu"), 2)
+    assert twice.older_bytes == twice.up_bytes == twice.moved_between_classes("parameters") > 0
+    lines = found.lines()
+    assert lines[0].startswith("on the disk per device: ")
+    assert lines[0].endswith("on a host of 2")
+    assert lines[1].startswith("in host memory per device: ")
+
+
+def stack_plan(target, **settings):
+    """A stack of layers at stage 3 on two devices, a layer's shard a chunk, and its number of parameters."""
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+    num_layers, width = 8, 128
+    settings = zero2jax.OffloadSettings(chunk_bytes=4 * width * width // 2, **settings)
+    config = {"bf16": {"enabled": True}, "gradient_clipping": 1.0, "zero_optimization": {"stage": 3}}
+    args = loss_fn, {"w": shape(num_layers, width, width)}, shape(16, width)
+    report = zero2jax.plan(
+        *args, tx=optax.adam(1e-2), config=config, axes={"data": 2}, target=target, offload=settings
+    )
+    return report, num_layers * width * width
+
+
+@needs_compiler
+@pytest.mark.cuda_compiler
+def test_for_an_h200_chunks_of_the_state_and_layers_of_the_parameters_are_on_the_device_at_a_time():
+    report, num = stack_plan("h200", update_on="device", params=True)
+    rows = {row.name: row for row in report.by_class}
+    assert (rows["master"].rest_bytes, rows["optimizer state"].rest_bytes) == (0, 4)  # Adam's count
+    assert rows["parameters"].rest_bytes == 0
+    # Full ones of three layers of eight: in use, in another layout, and gathered an iteration early.
+    assert rows["parameters"].peak_bytes <= 3 * 2 * num // 8
+    # Gradients of 2 bytes, and of masters and moments (12 bytes) a chunk of an eighth; a state that came up in one
+    # would take 12 alone.
+    assert report.total_bytes < (2 + 5) * num // 2
+    host = report.offload
+    assert report.audit.memory.host_bytes == host.pinned_bytes == report.host_bytes == (12 + 2) * num // 2
+    assert (host.down_bytes, host.up_bytes, host.fetched_bytes) == (
+        14 * num // 2,
+        12 * num // 2,
+        4 * num // 2,
+    )
+    assert host.staged_bytes == 0
+    assert "parameters for the loss" in str(report)
+    assert "CPU comes on top" not in str(report)
+
+
+def test_for_simulated_devices_what_is_pinned_counts_as_the_hosts():
+    report, num = stack_plan("cpu", update_on="device", params=True)
+    rest = {row.name: row.rest_bytes for row in report.by_class}
+    assert (rest["master"], rest["optimizer state"], rest["parameters"]) == (0, 4, 0)
+    assert report.host_bytes == 14 * num // 2
+    assert sum(rest.values()) == report.rest_bytes < num
+
+
+def test_on_the_host_two_chunks_are_there_at_a_time():
+    report, num = stack_plan("cpu", params=True)
+    assert report.offload.staged_bytes == 4 * num // 2  # of one leaf: bf16 gradients and copies
+    shapes = {name: jax.ShapeDtypeStruct((64, 64), jnp.float32) for name in "abcd"}
+    settings = zero2jax.OffloadSettings(chunk_bytes=64)
+    loss = lambda params, batch: sum(jnp.mean((batch @ w) ** 2) for w in params.values())
+    batch = jax.ShapeDtypeStruct((16, 64), jnp.float32)
+    several = zero2jax.plan(
+        loss, shapes, batch, tx=optax.adam(1e-2), axes={"data": 2}, target="cpu", offload=settings
+    )
+    assert several.offload.staged_bytes == (several.offload.down_bytes + several.offload.up_bytes) // 2

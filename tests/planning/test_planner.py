@@ -17,7 +17,6 @@ from plan_program import __file__ as program_file
 import zero2jax
 from zero2jax.cli.main import main
 from zero2jax.planning.targets import TARGETS
-from zero2jax.zero import point_of_use
 
 
 def make_plan(config=FP32, target="cpu", num_examples=16, **options):
@@ -46,6 +45,24 @@ def test_rest_is_what_the_live_buffers_hold():
     assert rows["master"].peak_bytes == P // N
     assert report.rest_bytes == zero2jax.live_bytes(state) + 16 * WIDTH * 4 // N  # and this device's batch
     assert report.alias_bytes == zero2jax.live_bytes(state)
+
+
+def test_frozen_parameters_have_no_optimizer_state_and_keep_their_dtype():
+    shapes = {
+        "base": jax.ShapeDtypeStruct((16, 16), jnp.bfloat16),
+        "adapter": jax.ShapeDtypeStruct((16, 8), jnp.float32),
+    }
+    loss = lambda params, batch: jnp.mean(
+        (batch @ params["base"].astype(jnp.float32) @ params["adapter"]) ** 2
+    )
+    batch = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    report = zero2jax.plan(
+        loss, shapes, batch, tx=optax.adam(1e-3), config=FP32, axes={"data": N}, target="cpu",
+        trainable=lambda path, leaf: path == "adapter",
+    )  # fmt: skip
+    rows = {row.name: row for row in report.by_class}
+    assert rows["master"].rest_bytes == (2 * 16 * 16 + 4 * 16 * 8) // N
+    assert rows["optimizer state"].rest_bytes == 2 * 4 * 16 * 8 // N + 4  # and Adam's count
 
 
 # reduced G and gathered P per step with K microbatches; stage 3 gathers again in backward
@@ -122,12 +139,10 @@ def used_twice(penalty):
     ("stage", "penalty", "named"),
     [(3, None, None), (3, False, "embed"), (3, True, "embed, layers"), (2, False, None), (2, True, None)],
 )
-def test_a_parameter_that_stage_3_reduces_at_every_use_is_named(
-    stage, penalty, named, num_microbatches, monkeypatch
-):
-    monkeypatch.setattr(point_of_use, "_SMALL", 0)  # small parameters are reduced once
+def test_a_parameter_that_stage_3_reduces_at_every_use_is_named(stage, penalty, named, num_microbatches):
     config = {
-        "zero_optimization": {"stage": stage},
+        # small parameters are reduced once
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "train_batch_size": 16,
         "gradient_accumulation_steps": num_microbatches,
     }

@@ -146,6 +146,54 @@ def test_command(capsys):
     assert "zero_optimization.stage" in capsys.readouterr().err
 
 
+PLAN = ["plan", "plan_program:program", "--axes", "data=8", "--target"]
+
+
+def test_the_cheapest_setting_is_written_as_a_file_that_trains(tmp_path, capsys):
+    path = tmp_path / "best.json"
+    words = ["--search", "--vary", f"{STAGE}=3", "--set", "program.num_examples=32", "--write", str(path)]
+    assert main([*PLAN, "local", *words, "--vary", f"{MICROBATCHES}=2", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["cheapest"] == {STAGE: 3, MICROBATCHES: 2}
+    assert "it goes with program.num_examples = 32" in err
+    p = program(32)
+    engine = zero2jax.initialize(p.loss_fn, p.tx, path, zero2jax.make_mesh(data=N))
+    assert (engine.stage, engine.num_microbatches, engine.batch_size) == (3, 2, 32)
+    state = engine.init({"w": jnp.ones((LAYERS, WIDTH, WIDTH))})
+    state, metrics = engine.step(state, jnp.ones((32, WIDTH)))
+    assert metrics["applied"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--write", "best.json"], 2, "--write is for --search"),
+        (["--search", "--write", "no/such/best.json"], 2, "the folder 'no/such' is not there"),
+        (["--set", "program.num_examples=x"], 2, "calling 'program' with num_examples = 'x': TypeError"),
+        (["--config", '{"amp": {"enabled": true}}'], 1, "amp = true: not supported"),
+        (
+            ["--config", '{"zero_optimization": {"stage": 3, "zero_quantized_weights": true}}'],
+            1,
+            "a third less",
+        ),
+        (["--config", '{"zero_optimization": {"stage": 9}}'], 2, "zero_optimization.stage = 9"),
+    ],
+)
+def test_exit_codes_are_those_of_check(words, code, said, tmp_path, monkeypatch, capsys):
+    if words[0] == "--config":
+        (tmp_path / "ds.json").write_text(words[1])
+        words = ["--config", str(tmp_path / "ds.json")]
+    assert main([*PLAN, "cpu", *words]) == code
+    assert said in capsys.readouterr().err
+
+
+def test_what_does_not_fit_has_exit_code_1(monkeypatch, capsys):
+    small = dataclasses.replace(TARGETS["cpu"], memory_bytes=1000)
+    monkeypatch.setattr("zero2jax.cli.plan.get_target", lambda name: small)
+    assert main([*PLAN, "cpu"]) == 1
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
 def test_microbatches_are_bounded_by_the_examples_of_a_device_of_any_group():
     of = lambda **axes: plan_command._bounds(program(16), PlanSettings(axes, CPU))
     assert of(data=4)[MICROBATCHES] == [1, 2, 4]

@@ -230,7 +230,7 @@ def product(x, w):
 product.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
 
 
-def lowered_stage_3(width):
+def lowered_stage_3(width, **settings):
     """A step with three square matrices: of a plain product, of a custom derivative, of a `cond`."""
 
     def loss(p, x):
@@ -238,15 +238,26 @@ def lowered_stage_3(width):
         x = jax.lax.cond(x.sum() > 0, lambda x, w: jnp.tanh(x @ w), lambda x, w: x @ w, x, p["c"])
         return jnp.tanh(x).mean()
 
-    engine = make_engine(2, loss_fn=loss, tx=optax.sgd(1e-2), stage=3)
+    engine = make_engine(2, loss_fn=loss, tx=optax.sgd(1e-2), stage=3, **settings)
     engine.abstract_state({name: jax.ShapeDtypeStruct((width, width), jnp.float32) for name in "abc"})
     return engine.lower(jax.ShapeDtypeStruct((2, width), jnp.float32))
 
 
 def test_stage_3_gathers_what_has_more_than_100_000_elements_again():
-    gathers = lambda lowered: lowered.as_text().count("stablehlo.all_gather")
-    assert gathers(lowered_stage_3(316)) == 3  # 99,856 elements
-    assert gathers(lowered_stage_3(317)) == 5  # 100,489; backward does not read the first matrix
+    assert num_gathers(316) == 3  # 99,856 elements
+    assert num_gathers(317) == 5  # 100,489; backward does not read the first matrix
+
+
+def num_gathers(width, **settings):
+    return lowered_stage_3(width, **settings).as_text().count("stablehlo.all_gather")
+
+
+def test_stage_3_keeps_what_it_is_told_to_keep():
+    size = 20 * 20
+    assert num_gathers(20, max_kept_size=size) == 3
+    assert num_gathers(20, max_kept_size=size - 1) == 5
+    # "a" comes first, and is not gathered again anyway
+    assert [num_gathers(20, max_kept_total=total) for total in (size, 2 * size, 3 * size)] == [5, 4, 3]
 
 
 def test_the_compiler_does_not_take_both_gathers_of_stage_3_for_one():

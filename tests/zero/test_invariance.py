@@ -124,6 +124,17 @@ def test_sums_in_order_over_groups_beside_a_model_axis():
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
+def test_between_groups_16_bits_travel_too():
+    mesh = zero2jax.make_mesh(replica=2, data=2)
+    engine = zero2jax.Engine(loss, optax.sgd(0.1), mesh, precision=IN_ORDER, shard_over_replicas=True)
+    engine.abstract_state(PARAMS)
+    sent = re.findall(
+        r'"stablehlo\.all_to_all"[^\n]*?: \(tensor<[\dx]*x(\w+)>\)', engine.lower(BATCH).as_text()
+    )
+    assert len(sent) == 8  # four leaves, inside a group and between groups
+    assert set(sent) == {"bf16"}
+
+
 def test_bf16_addends_are_added_without_rounding_in_between():
     """Eight devices' means of bf16 numbers against float64: the error of a sum in bf16, and of the one in fp32."""
     x = jnp.asarray(RNG.normal(size=(8, 64)), jnp.bfloat16)

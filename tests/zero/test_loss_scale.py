@@ -209,6 +209,83 @@ def test_fp16_trains_as_fp32_does(loss_fn, stage):
     assert abs(results["fp32"][1] - results["fp16"][1]) < 5e-3
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_accumulated_in_float16_weights_do_not_count_against_its_range(stage):
+    """Weights of 1e5 in the second and third microbatch of each device, and none in the first and last."""
+    weight = np.float32(1e5) * np.isin(np.arange(48) % 16 // 4, (1, 2)) * (1 + BATCH["y"])
+
+    def heavy_loss(params, batch):
+        return loss(params, batch), {"weight": jnp.mean(batch["weight"])}
+
+    results = []
+    for precision in ("fp32", zero2jax.Precision("fp16", accumulate_dtype="fp16")):
+        engine = engine_of(stage, 3, heavy_loss, precision=precision, num_microbatches=4, loss_scale=2.0**8)
+        _, metrics = engine.step(engine.init(PARAMS), {**BATCH, "weight": weight})
+        assert bool(metrics["applied"])
+        mean = np.sum(weight) / 48 * 12  # over the slices, of which there are twelve
+        np.testing.assert_allclose(metrics["weight"], mean, rtol=1e-5)
+        results.append((metrics["grad_norm"], metrics["loss"]))
+    np.testing.assert_allclose(*results, rtol=5e-3)
+
+
+def layered_loss(params, batch):
+    """`spike` times one column of the first matrix: alone of all gradients that column's may overflow."""
+    x = batch["x"].astype(params["embed"].dtype)
+    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ params["embed"], params["layers"])
+    spike = jnp.mean(params["embed"][:, -1].astype(jnp.float32)) * jnp.mean(batch["spike"])
+    return jnp.mean((h.sum(1).astype(jnp.float32) - batch["y"]) ** 2) + spike
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        ({"replica": 2, "data": 2}, {"shard_over_replicas": True, "stage": 2}),
+        ({"replica": 2, "data": 2}, {"stage": 3}),
+        ({"data": 2, "model": 2}, {"param_specs": {"embed": jax.P(None, "model"), "layers": jax.P()}}),
+        ({"data": 3}, {"activations": zero2jax.ActivationSettings(policy="nothing"), "stage": 3}),
+    ],
+    ids=["over all groups", "groups", "model axis", "remat"],
+)
+def test_an_overflow_anywhere_skips_the_step_everywhere(mesh, settings):
+    """Of one group's one device, of one model part, where activations are computed again."""
+    params = {
+        "embed": np.linspace(-1, 1, 28, dtype=np.float32).reshape(7, 4),
+        "layers": np.stack([np.eye(4, dtype=np.float32)] * 2),
+    }
+    engine = zero2jax.Engine(
+        layered_loss,
+        optax.adam(0.01),
+        zero2jax.make_mesh(**mesh),
+        precision="fp16",
+        num_microbatches=2,
+        loss_scale=LossScale(initial=2.0**8, hysteresis=1),
+        layer_dims={"embed": 0, "layers": 1},
+        **settings,
+    )
+    state = engine.init(params)
+    row = np.arange(48) == 47
+    for spike, applied in ((0, True), (1e6, False), (0, True)):
+        before = jax.tree.map(np.asarray, (state.params, state.opt_state))
+        state, metrics = engine.step(state, {**BATCH, "spike": np.float32(spike) * row})
+        after = jax.tree.map(np.asarray, (state.params, state.opt_state))
+        assert np.isfinite(metrics["loss"])
+        assert bool(metrics["applied"]) == applied
+        same = [np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (before, after)), strict=True)]
+        assert all(same) != applied
+        for part in state.loss_scale:  # every device has the same verdict
+            assert len({float(shard.data) for shard in part.addressable_shards}) == 1
+    assert (float(state.loss_scale.scale), int(metrics["num_skipped"])) == (2.0**7, 1)
+
+
+def test_a_line_search_is_refused_where_its_gradients_would_be_scaled():
+    engine = zero2jax.Engine(
+        loss, optax.lbfgs(), zero2jax.make_mesh(data=2), precision="fp16", loss_scale=2.0**8
+    )
+    state = engine.init(PARAMS)
+    with pytest.raises(ValueError, match=r"gradient at other parameters .* loss scale \(static 256\)"):
+        engine.step(state, BATCH)
+
+
 def test_gradients_travel_in_float16_and_leaves_kept_in_fp32_do_not():
     precision = zero2jax.Precision("fp16", keep_fp32=lambda path, leaf: path == "v")
     engine = engine_of(2, 3, precision=precision)
@@ -217,7 +294,7 @@ def test_gradients_travel_in_float16_and_leaves_kept_in_fp32_do_not():
     assert set(dtypes) == {"f16", "f32"}
 
 
-def test_an_overflow_at_the_minimum_is_an_error_on_the_host():
+def test_an_overflow_at_the_minimum_is_an_error_on_the_host(tmp_path):
     scale = LossScale(initial=2.0, minimum=1.0, hysteresis=1)
     engine = engine_of(precision="fp16", loss_scale=scale)
     state = engine.init(PARAMS)
@@ -230,6 +307,14 @@ def test_an_overflow_at_the_minimum_is_an_error_on_the_host():
     ):
         engine.step(state, bad)
     state, metrics = engine.step(state, BATCH)  # the state was not donated to the step that was refused
+    assert bool(metrics["applied"])
+    with zero2jax.Checkpointer(tmp_path, engine) as checkpointer:
+        checkpointer.save(4, state)
+        for _ in range(2):
+            state, metrics = engine.step(state, bad)
+        assert bool(metrics["loss_scale_exhausted"])
+        state, _ = checkpointer.restore(engine)  # another run: what overflowed before is none of its
+    state, metrics = engine.step(state, BATCH)
     assert bool(metrics["applied"])
 
     warning = engine_of(precision="fp16", loss_scale=LossScale(initial=1.0, hysteresis=1, at_minimum="warn"))

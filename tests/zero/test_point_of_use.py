@@ -33,10 +33,15 @@ WITH_FP16 = ("cast_before_scan", "deferred_into_checkpoint")
 pytestmark = pytest.mark.usefixtures("strict_promotion", "small_counts_as_large")
 
 
+def keep_up_to(monkeypatch, size):
+    """Let stage 3 keep parameters of at most `size` elements, unless a test says otherwise."""
+    monkeypatch.setitem(StepSettings.__init__.__kwdefaults__, "max_kept_size", size)
+
+
 @pytest.fixture
 def small_counts_as_large(monkeypatch):
     """Treats the few elements of the parameters here as many, since small ones are not gathered twice."""
-    monkeypatch.setattr(point_of_use, "_SMALL", 0)
+    keep_up_to(monkeypatch, 0)
 
 
 SAVES_EVERYTHING = "ignore:a jax.checkpoint with the policy everything_saveable"  # said at stage 3
@@ -151,9 +156,9 @@ def test_held_parameters_are_gathered_once_and_regathered_ones_twice_around_a_ch
 def test_outside_of_checkpoints_only_what_backward_reads_and_is_not_small_is_gathered_again(monkeypatch):
     assert traced("sum_and_product", "held").outside_loops["all_gather"] == 2
     assert traced("sum_and_product", "regathered").outside_loops["all_gather"] == 3  # the factor twice
-    monkeypatch.setattr(point_of_use, "_SMALL", W.size)
+    keep_up_to(monkeypatch, W.size)
     assert traced("sum_and_product", "regathered").outside_loops["all_gather"] == 2
-    monkeypatch.setattr(point_of_use, "_SMALL", W.size - 1)
+    keep_up_to(monkeypatch, W.size - 1)
     assert traced("sum_and_product", "regathered").outside_loops["all_gather"] == 3
 
 
@@ -171,7 +176,7 @@ def test_a_parameter_held_in_one_scope_is_gathered_and_reduced_once():
 
 def test_a_small_parameter_is_gathered_and_reduced_once_however_often_it_is_used(monkeypatch):
     assert traced("tied", "regathered").outside_loops["reduce_scatter"] == 3  # one for each use
-    monkeypatch.setattr(point_of_use, "_SMALL", W.size)
+    keep_up_to(monkeypatch, W.size)
     found = traced("tied", "regathered")
     assert found.outside_loops["all_gather"] == found.outside_loops["reduce_scatter"] == 1
 

@@ -32,7 +32,8 @@ from zero2jax.activations.policies import NESTED, check_tensors, remat_policy
 from zero2jax.activations.rewriter import Rewriter, Segment, WarnOnce
 from zero2jax.activations.settings import ActivationSettings
 from zero2jax.base import jaxprs
-from zero2jax.base.mesh import DATA_AXIS, REPLICA_AXIS
+from zero2jax.base.memories import has_host_memory
+from zero2jax.base.mesh import DATA_AXIS, REPLICA_AXIS, make_mesh
 from zero2jax.base.pytrees import PyTree
 
 _NO_LAYERS = (
@@ -126,20 +127,13 @@ def _boundary(settings: ActivationSettings, mesh: Mesh | None, data_axes: Sequen
             )
             axis, num_shards = None, 1
     offload = settings.offload
-    if offload and not _has_pinned_host(mesh):
+    if offload and not has_host_memory(mesh or make_mesh()):
         _warn(
             "offloading saved activations: the devices have no memory of kind 'pinned_host', so the activations stay "
             "in device memory. The numbers are the same."
         )
         offload = False
     return Boundary(axis, num_shards, mesh, offload, settings.barrier)
-
-
-def _has_pinned_host(mesh: Mesh | None) -> bool:
-    """Whether there is such memory; compile-only devices of a GPU do not say, and GPUs have it."""
-    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    return "pinned_host" in kinds or (not kinds and device.platform in ("cuda", "gpu", "rocm"))
 
 
 def _warn(message: str) -> None:

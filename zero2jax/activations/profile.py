@@ -91,9 +91,24 @@ class ActivationProfile:
     __str__ = table
 
 
+class ProfileOnce:
+    """The profile of a step, measured once for each program, and printed by the first process."""
+
+    def __init__(self) -> None:
+        self._latest: tuple[Any, ActivationProfile] | None = None
+
+    def of(self, program: Any, measure: Callable[[], ActivationProfile]) -> ActivationProfile:
+        """The profile of a program, which is known by the object that it is."""
+        if self._latest is None or self._latest[0] is not program:
+            self._latest = program, measure()
+            if jax.process_index() == 0:
+                print(self._latest[1])
+        return self._latest[1]
+
+
 def profile_loss(
     loss: Callable[..., Any],
-    settings: ActivationSettings,
+    settings: ActivationSettings | None,
     trace: Callable[[Callable[..., Any]], Any],
     device: jax.Device,
 ) -> ActivationProfile:
@@ -104,7 +119,15 @@ def profile_loss(
       settings: what is saved; partitioning and offload, which one device cannot show, are left out.
       trace: traces the computation that the loss belongs to, with the function it is given in the place of the loss.
       device: where to run.
+
+    Raises:
+      ValueError: there are no settings.
     """
+    if settings is None:
+        raise ValueError(
+            "profiling saved activations: this engine leaves them to the loss function. Pass "
+            "Engine(activations=ActivationSettings(...)), or switch on a key of activation_checkpointing."
+        )
     segments: list[Segment] = []
     local = dataclasses.replace(settings, partition_axis=None, offload=False)
     with warnings.catch_warnings():

@@ -140,24 +140,39 @@ def evaluate_run(run: Run, args: Sequence[Any], apply: Apply) -> list[Any]:
     return [env[v] for v in run.outputs]
 
 
-def part_of(jaxpr: Any, which: Sequence[int]) -> tuple[Callable[..., list[Any]], list[int]]:
-    """Some outputs of a closed jaxpr as a function of the inputs that they need, and the indices of these.
+def needed(jaxpr: Any, which: Sequence[int]) -> tuple[list[Any], list[int]]:
+    """The equations that some outputs of a jaxpr need, in order, and the indices of the inputs.
 
     A call counts as a whole: see `inlined`.
     """
-    results = [outputs(jaxpr)[i] for i in which]
-    wanted, kept = {v for v in results if not isinstance(v, Literal)}, []
+    wanted = {v for v in (outputs(jaxpr)[i] for i in which) if not isinstance(v, Literal)}
+    kept = []
     for eqn in reversed(equations(jaxpr)):
         if not wanted.isdisjoint(eqn.outvars):
             kept.append(eqn)
             wanted |= {v for v in eqn.invars if not isinstance(v, Literal)}
-    used = [i for i, v in enumerate(inputs(jaxpr)) if v in wanted]
+    return kept[::-1], [i for i, v in enumerate(inputs(jaxpr)) if v in wanted]
+
+
+def part_of(
+    jaxpr: Any, which: Sequence[int], apply: Apply | None = None
+) -> tuple[Callable[..., list[Any]], list[int]]:
+    """Some outputs of a closed jaxpr as a function of the inputs that they need, and the indices of these.
+
+    Args:
+      jaxpr: the jaxpr.
+      which: indices of the outputs.
+      apply: in the place of each primitive; by default it is bound.
+    """
+    apply = apply or (lambda eqn, operands: bind(eqn, arrays(eqn, operands)))
+    results = [outputs(jaxpr)[i] for i in which]
+    kept, used = needed(jaxpr, which)
     constants = dict(zip(_open(jaxpr).constvars, getattr(jaxpr, "consts", ()), strict=True))
 
     def part(*args: Any) -> list[Any]:
         env = constants | dict(zip([inputs(jaxpr)[i] for i in used], args, strict=True))
-        for eqn in reversed(kept):
-            _step(eqn, env, lambda eqn, operands: bind(eqn, arrays(eqn, operands)))
+        for eqn in kept:
+            _step(eqn, env, apply)
         return [_read(v, env) for v in results]
 
     return part, used

@@ -166,17 +166,19 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def moved(arrays: Sequence[jax.Array], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
     """Global arrays on the devices of another mesh, shard by shard: what device i holds goes to device i of the other.
 
-    All of them in one transfer, without a full copy of any; an array that lies there already is returned as it is.
+    All of them in one transfer, without a full copy of any; an array that lies there already is returned as it is, and
+    one that is sharded in another way is sharded anew where it is, first.
 
     Args:
-      arrays: each with a `NamedSharding`.
-      shardings: for each array, one of the same spec, over a mesh of the same shape.
+      arrays: each with a `NamedSharding`, or on one device.
+      shardings: for each array, one over a mesh of the same shape.
     """
+    arrays = [_sharded_like(x, sharding) for x, sharding in zip(arrays, shardings, strict=True)]
     shards: list[Any] = []
     targets: list[Any] = []
     for x, sharding in zip(arrays, shardings, strict=True):
         if not _lies(x, sharding):
-            there = dict(zip(x.sharding.mesh.devices.flat, sharding.mesh.devices.flat, strict=True))  # type: ignore
+            there = dict(zip(_devices(x), sharding.mesh.devices.flat, strict=True))  # type: ignore[union-attr]
             for shard in x.addressable_shards:
                 shards.append(shard.data)
                 targets.append(SingleDeviceSharding(there[shard.device], memory_kind=sharding.memory_kind))
@@ -191,8 +193,21 @@ def moved(arrays: Sequence[jax.Array], shardings: Sequence[NamedSharding]) -> li
 
 
 def _lies(x: jax.Array, sharding: NamedSharding) -> bool:
+    return x.sharding.is_equivalent_to(sharding, x.ndim)
+
+
+def _devices(x: jax.Array) -> list[jax.Device]:
     own = x.sharding
-    return own.device_set == sharding.device_set and own.memory_kind == sharding.memory_kind
+    return list(own.mesh.devices.flat if isinstance(own, NamedSharding) else own.device_set)  # type: ignore[union-attr]
+
+
+def _sharded_like(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """The array on its own devices, in its own memory, with the spec of a sharding."""
+    own = x.sharding
+    if not isinstance(own, NamedSharding) or own.spec == sharding.spec:
+        return x
+    wanted = NamedSharding(own.mesh, sharding.spec, memory_kind=own.memory_kind)
+    return x if own.is_equivalent_to(wanted, x.ndim) else jax.device_put(x, wanted)
 
 
 def padded_size(size: int, num_shards: int) -> int:

@@ -68,11 +68,16 @@ def live_arrays(leaves: list[Any]) -> list[Any]:
 
 
 def check_alive(tree: PyTree, reading: str, way_out: str) -> None:
-    """Raise a ValueError if a leaf is an array whose buffers are gone, which jax 0.10 does not survive in a program."""
-    if not any(x.is_deleted() for x in live_arrays(jax.tree.leaves(tree))):
+    """Raise a ValueError if a leaf is an array whose buffers are gone, which jax 0.10 does not survive in a program;
+    or stands for one and is gone.
+    """
+    leaves = jax.tree.leaves(tree)
+    has_buffers = lambda kind: hasattr(kind, "is_deleted") and not issubclass(kind, jax.core.Tracer)
+    kinds = {kind for kind in set(map(type, leaves)) if has_buffers(kind)}
+    if not any(type(x) in kinds and x.is_deleted() for x in leaves):
         return
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if live_arrays([x]) and x.is_deleted():
+        if type(x) in kinds and x.is_deleted():
             raise ValueError(f"reading {reading}: leaf {path_string(path)!r} is gone. {way_out}")
 
 

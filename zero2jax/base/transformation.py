@@ -43,6 +43,10 @@ _MULTI_STEPS = (
 )
 
 
+class MissingArgumentsError(ValueError):
+    """An optimizer needs arguments that nobody has given."""
+
+
 def update(
     tx: optax.GradientTransformationExtraArgs,
     grads: PyTree,
@@ -67,7 +71,7 @@ def update(
         parameters; `grad_fn`, its gradient.
 
     Raises:
-      ValueError: it needs an argument that nobody has given.
+      MissingArgumentsError: it needs an argument that nobody has given.
     """
     chosen = {"value"} & offered.keys()
     for _ in range(2 * len(offered)):
@@ -86,7 +90,7 @@ def update(
                 r"missing \d+ required (?:keyword-only|positional) arguments?: (.*)", str(error)
             )
             if changed == chosen and missing is not None:
-                raise ValueError(
+                raise MissingArgumentsError(
                     f"updating by the optimizer: it needs the arguments {missing[1]}, and the step has "
                     f"{sorted({*offered, *given})}. Pass arrays by engine.step(state, batch, name=array). A function "
                     f"of your own cannot be passed: keep your own jitted step, and shard the state of the optimizer by "

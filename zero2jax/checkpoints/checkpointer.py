@@ -52,6 +52,8 @@ from zero2jax.checkpoints.state_leaves import (
     state_leaves,
 )
 from zero2jax.engine import Engine
+from zero2jax.memory.arena import in_arena
+from zero2jax.processes.agreement import gather_over
 from zero2jax.zero.state import TrainState, check_state
 
 if TYPE_CHECKING:  # they import Orbax
@@ -191,6 +193,7 @@ class Checkpointer:
         Raises:
           CheckpointError: there is no such checkpoint; it does not fit the engine (lists every leaf that differs); a
             file of it is damaged (names it, and the complete checkpoint before).
+          ValueError: the engine offloads to hosts without room for the state.
         """
         self.wait()
         engine = engine or self.engine
@@ -203,7 +206,7 @@ class Checkpointer:
         leaves = state_leaves(layout, mesh)
         given: Sequence[Any] = [None] * len(leaves)
         if into is not None:
-            check_state(into, layout)
+            check_state(into := engine.unpacked(into), layout)
             given = jax.tree.leaves(into)
         folder = find_checkpoint(self.directory, self._agreed(step))
         try:
@@ -214,9 +217,11 @@ class Checkpointer:
             taken = [leaf.name for leaf, source in zip(leaves, sources, strict=True) if source is not None]
             if strict:
                 check_containers(checkpoint, optimizer_containers(layout), taken)
+            if into is None:
+                engine.functions.check_room(gather_over(mesh))
             restored = [
-                x if source is None else read_leaf(checkpoint, source, leaf)
-                for leaf, source, x in zip(leaves, sources, given, strict=True)
+                x if source is None else engine.functions.keep(i, read_leaf(checkpoint, source, leaf))
+                for i, (leaf, source, x) in enumerate(zip(leaves, sources, given, strict=True))
             ]
             extra = checkpoint.extra()
         except DamagedError as error:
@@ -228,6 +233,7 @@ class Checkpointer:
             raise DamagedError(f"{error} {self._way_back(int(folder.name))}") from error
         self._at_hand = int(folder.name) if into is None else None
         state = restored_state(layout.abstract_state(mesh), restored)
+        engine.overflow_watch.forget()
         return _with_its_numbers(str(folder), engine, state, leaves, taken), extra
 
     def info(self, step: int | None = None) -> dict[str, Any]:
@@ -310,6 +316,7 @@ class Checkpointer:
         from zero2jax.checkpoints.orbax_handler import SaveState
 
         _check_not_donated(step, state, engine, self.directory)
+        state = engine.unpacked(state)
         self._check_step(step)
         encoded, arrays = None, list[np.ndarray]()
         if jax.process_index() == 0:
@@ -369,7 +376,8 @@ class Checkpointer:
 
 
 def _check_not_donated(step: int, state: TrainState, engine: Engine, directory: Path) -> None:
-    check_state(state, engine.layout)
+    if not in_arena(state):
+        check_state(state, engine.layout)
     if any(x.is_deleted() for x in jax.tree.leaves(state)):
         raise ValueError(
             f"saving step {step} to {directory}: this state was donated to a later step and is gone. Save the state "

@@ -17,11 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from zero2jax.base import jaxprs
 from zero2jax.base.mesh import moved, replicated
 from zero2jax.base.pytrees import path_string
 from zero2jax.base.transformation import kept_numbers
 from zero2jax.base.versions import installed_version
 from zero2jax.checkpoints.format import Box, Checkpoint, CheckpointError, SavedLeaf, cut_into_blocks, part_of
+from zero2jax.zero.rounding import widened
 from zero2jax.zero.state import Layout, TrainState, unpad
 
 _HOST_BYTES = 256 * 2**20  # of the shards of one leaf that wait on the host at a time
@@ -95,7 +97,7 @@ def host_blocks(leaf: StateLeaf, x: jax.Array, *, copy: bool) -> tuple[SavedLeaf
 
     Args:
       leaf: how the leaf is stored.
-      x: global array of shape `leaf.rest.shape`.
+      x: global array of shape `leaf.rest.shape`; or files that stand for one, whose shards outlast them.
       copy: whether the blocks must outlive `x`, which the next step donates.
     """
     impl = None
@@ -105,7 +107,8 @@ def host_blocks(leaf: StateLeaf, x: jax.Array, *, copy: bool) -> tuple[SavedLeaf
     saved = SavedLeaf(leaf.name, np.dtype(x.dtype), shape, (), leaf.trainable, impl)
     blocks = []
     shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
-    for shard in shards:
+    in_files = not isinstance(x, jax.Array)
+    for shard in [] if in_files else shards:
         shard.data.copy_to_host_async()  # from all devices at once
     for shard in shards:
         box = _true_box(shard.index, x.shape, shape)
@@ -114,7 +117,8 @@ def host_blocks(leaf: StateLeaf, x: jax.Array, *, copy: bool) -> tuple[SavedLeaf
             continue
         # Padding is at the end, so the true part of a shard begins where the shard does.
         host = part_of(np.asarray(shard.data), [slice(0, n) for n in extent])
-        if copy and (shard.device.platform == "cpu" or x.sharding.memory_kind != "device"):
+        shared = shard.device.platform == "cpu" or x.sharding.memory_kind != "device"
+        if copy and shared and not in_files:
             host = np.array(host)  # NumPy may look at the very memory that the next step donates
         for block in cut_into_blocks([a for a, _ in box], extent, saved.dtype.itemsize):
             inside = [slice(a - o, b - o) for (a, b), (o, _) in zip(block, box, strict=True)]
@@ -245,8 +249,13 @@ def first_numbers(
     if not kept_numbers(state.opt_state):
         return {}
     home = layout.host or mesh
-    init = lambda trained: kept_numbers(tx.init(unpad(trained, layout.trained_params, home)))
-    trained, treedef = jax.tree.flatten(layout.trained(state.params))
-    trained = moved(trained, jax.tree.leaves(layout.trained_params.shardings(home)))
-    numbers = jax.jit(init, out_shardings=replicated(home))(jax.tree.unflatten(treedef, trained))
-    return {f"opt_state/{name}": x for name, x in numbers.items()}
+    init = lambda trained: kept_numbers(tx.init(widened(unpad(trained, layout.trained_params, home))))
+    jaxpr, shapes = jaxprs.trace(init, layout.trained_params.rest_shapes(home))
+    function, used = jaxprs.part_of(jaxprs.inlined(jaxpr), range(len(jax.tree.leaves(shapes))))
+    trained = jax.tree.leaves(layout.trained(state.params))
+    homes = jax.tree.leaves(layout.trained_params.shardings(home))
+    given = [trained[i] if isinstance(trained[i], jax.Array) else trained[i].load() for i in used]
+    numbers = jax.jit(function, out_shardings=replicated(home))(*moved(given, [homes[i] for i in used]))
+    return {
+        f"opt_state/{name}": x for name, x in jax.tree.unflatten(jax.tree.structure(shapes), numbers).items()
+    }

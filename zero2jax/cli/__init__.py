@@ -4,7 +4,8 @@ In reading order:
 
     main      the commands and their arguments, errors as one line and exit code 2
     check     a configuration as tables
-    info      versions and devices
+    info      versions, devices, memory
+    doctor    what in the environment will go wrong, and its remedy
     plan      a program of the user's, planned, searched or tabulated
     launch    a script as several processes
     other_launchers  what options of torchrun, DeepSpeed and others are called here

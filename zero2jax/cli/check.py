@@ -49,6 +49,11 @@ def problems(report: CheckReport) -> str:
     return "\n".join([f"cannot use the configuration {report.config}", *lines])
 
 
+def why_not(report: CheckReport) -> str:
+    """Why a file that is right does not train, as text; nothing where it does, and where it is wrong."""
+    return "" if report.errors or report.trains else problems(report)
+
+
 def _reasons(report: CheckReport) -> dict[str, tuple[str, ...]]:
     return {
         "refused": report.refused,

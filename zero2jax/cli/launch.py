@@ -16,6 +16,7 @@ from zero2jax.launching.hostfile import filter_hosts, parse_hostfile
 from zero2jax.launching.hosts import Hosts, divide, run_on_hosts
 from zero2jax.launching.local import Launch, check_counts, find_platform, run_launch, say
 from zero2jax.launching.scripts import Job, jobset_manifest, mpi_command, slurm_script
+from zero2jax.memory.configure import MemorySettings, write_memory
 from zero2jax.processes.addresses import is_loopback
 from zero2jax.processes.launcher_variables import num_restarts
 
@@ -105,7 +106,34 @@ class PlaceOptions:
     end_with_stdin: bool = False
 
 
-_GROUPS = (ProcessOptions, HostOptions, PlaceOptions)
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """How the clients of GPUs allocate memory, as in zero2jax.configure_memory.
+
+    Attributes:
+        memory_preallocate: Take the pool at the start, or let it grow.
+        memory_fraction: Part of a device's memory that the pool has.
+        memory_allocator: bfc, cuda_async, vmm or platform, as the installed jaxlib has them.
+        memory_collective_mb: MiB of a second pool, for buffers of collectives.
+    """
+
+    memory_preallocate: Literal["yes", "no"] | None = None
+    memory_fraction: float | None = None
+    memory_allocator: str | None = None
+    memory_collective_mb: int | None = None
+
+    @property
+    def settings(self) -> MemorySettings:
+        """The same as the library has them."""
+        return MemorySettings(
+            preallocate=None if self.memory_preallocate is None else self.memory_preallocate == "yes",
+            fraction=self.memory_fraction,
+            allocator=None if self.memory_allocator is None else self.memory_allocator.lower(),
+            collective_memory_mb=self.memory_collective_mb,
+        )
+
+
+_GROUPS = (ProcessOptions, HostOptions, PlaceOptions, MemoryOptions)
 
 
 @dataclass(frozen=True)
@@ -130,6 +158,7 @@ def launch(
     processes: tyro.conf.OmitArgPrefixes[ProcessOptions],
     hosts: tyro.conf.OmitArgPrefixes[HostOptions],
     place: tyro.conf.OmitArgPrefixes[PlaceOptions],
+    memory: tyro.conf.OmitArgPrefixes[MemoryOptions],
 ) -> int:
     """Run a script as several processes that find each other by zero2jax.init_distributed().
 
@@ -141,6 +170,7 @@ def launch(
         processes: What to start, on each host.
         hosts: On which hosts.
         place: Which of all processes are here.
+        memory: How GPUs' clients allocate.
     """
     try:
         check_counts(
@@ -157,9 +187,10 @@ def launch(
         chosen = _chosen_hosts(hosts)
         _check_used(processes, hosts, place, chosen)
         _warn_of_misplaced(args)
+        variables = write_memory(memory.settings, for_children=True)
         if hosts.print_for is not None:
             _check_printable(chosen.hosts, hosts.print_for)
-            job = _job((script, *args), processes, hosts, place, chosen)
+            job = replace(_job((script, *args), processes, hosts, place, chosen), variables=variables)
             print(_PRINTED[hosts.print_for](job), end="")
             return 0
         here = _launch((script, *args), processes, place, chosen)

@@ -1,7 +1,7 @@
 """The command line: parse, load, call one public function, print. `zero2jax` and `python -m zero2jax`.
 
-Exit code 2 with a message on stderr for wrong usage and for files that cannot be used; `check` has exit code 1 for a
-file that is right and does not train here.
+Exit code 2 with a message on stderr for wrong usage and for files that cannot be used; `check` and `plan` have exit
+code 1 for a file that is right and does not train here, or does not fit.
 """
 
 import json as json_text
@@ -16,7 +16,7 @@ from zero2jax.activations.policies import known_words
 from zero2jax.base.names import did_you_mean
 from zero2jax.checkpoints.export import export_checkpoint, parse_bytes
 from zero2jax.checkpoints.format import CheckpointError
-from zero2jax.cli.check import print_report, problems
+from zero2jax.cli.check import print_report, problems, why_not
 from zero2jax.cli.info import environment_report, print_environment
 from zero2jax.cli.launch import launch, split_script
 from zero2jax.cli.plan import (
@@ -36,6 +36,7 @@ from zero2jax.cli.plan import (
 from zero2jax.cli.usage import UsageError
 from zero2jax.config.check import examine
 from zero2jax.config.reading import ConfigError
+from zero2jax.offload.disk_files import OffloadFileError
 from zero2jax.planning.estimate import STAGES, BytesPerParam, ModelStates, largest_model
 from zero2jax.planning.targets import DEVICES_PER_HOST
 
@@ -89,13 +90,18 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def info(json: bool = False) -> None:
+def info(json: bool = False, measure: bool = False, nvme_path: str | None = None) -> None:
     """Print versions and devices.
 
     Args:
         json: Print JSON.
+        measure: Measure the bandwidth between the first device and the host.
+        nvme_path: And that of a file in this folder.
     """
-    report = environment_report()
+    try:
+        report = environment_report(measure=measure, nvme_path=nvme_path)
+    except OffloadFileError as error:
+        raise UsageError(str(error)) from error
     if json:
         print(json_text.dumps(report, indent=2))
     else:
@@ -110,10 +116,13 @@ def plan(
     json: bool = False,
     png: str | None = None,
     search: bool = False,
+    write: str | None = None,
     vary: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = (),
     set: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = (),
-) -> None:
+) -> int:
     """Compile the step for GPUs that need not be here: does it fit, what does it communicate, what is hidden?
+
+    Exit code 0: it fits; 1: it does not, or does not train; 2: the command line, the file or the program is wrong.
 
     Args:
         program: A function that returns a zero2jax.Program, as in examples.gpt.program:program.
@@ -123,11 +132,16 @@ def plan(
         json: Print JSON.
         png: Write a picture of memory over the schedule there.
         search: Compile every stage and number of microbatches, and whatever --vary says; print the frontier.
+        write: For --search, a file for the configuration of the cheapest setting that fits.
         vary: For --search, KEY=VALUE,VALUE with key paths of the configuration or program.NAME for arguments.
         set: KEY=VALUE, the same with one value, program.batch=32 for instance; with or without --search.
     """
     if vary and not search:
         raise UsageError("--vary is for --search: add --search, or give one value with --set.")
+    if write is not None and not search:
+        raise UsageError(
+            "--write is for --search: it writes the setting that a search chooses. Add --search."
+        )
     if png is not None and search:
         raise UsageError("--png draws one plan: leave out --search, and draw the setting that you choose.")
     varied = parse_vary([item for items in vary for item in items])
@@ -137,10 +151,14 @@ def plan(
         load_function(program), _path(config), parse_set([item for items in set for item in items])
     )
     check_devices(settings)
+    if config is not None and (reasons := why_not(examine(Path(config)))):
+        print(reasons, file=sys.stderr)
+        return _DOES_NOT_TRAIN
     if search:
-        run_search(chosen_program, settings, varied, as_json=json)
+        fits = run_search(chosen_program, settings, varied, as_json=json, write=write)
     else:
-        run_plan(chosen_program, settings, as_json=json, png=png)
+        fits = run_plan(chosen_program, settings, as_json=json, png=png)
+    return 0 if fits else _DOES_NOT_TRAIN
 
 
 def activations(

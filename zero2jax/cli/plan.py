@@ -22,6 +22,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from zero2jax.base.checks import is_whole
 from zero2jax.base.mesh import DATA_AXIS, REPLICA_AXIS
 from zero2jax.base.names import nearest
 from zero2jax.cli.usage import UsageError
@@ -214,13 +215,30 @@ def call_program(function: Callable[..., Program], **arguments: Any) -> Program:
             f"calling {function.__name__!r}: its arguments {', '.join(missing)} have no value. Give each one, --set "
             f"program.{missing[0]}=VALUE, or a default."
         )
-    program = function(**arguments)
+    try:
+        program = function(**arguments)
+        if isinstance(program, Program):
+            _check_dims(program)
+    except (TypeError, ValueError) as error:
+        if not arguments:
+            raise
+        given = ", ".join(f"{name} = {value!r}" for name, value in arguments.items())
+        raise UsageError(
+            f"calling {function.__name__!r} with {given}: {type(error).__name__}: {error}. Give values that it takes."
+        ) from error
     if not isinstance(program, Program):
         raise UsageError(
             f"calling {function.__name__!r}: it returned a {type(program).__name__}, and must return a "
             f"zero2jax.Program(loss_fn, params, batch, tx), shapes only."
         )
     return program
+
+
+def _check_dims(program: Program) -> None:
+    """Raise a TypeError for shapes that jax takes and nothing can be made of: a dim given as text, say."""
+    for x in jax.tree.leaves((program.params, program.batch)):
+        if not all(is_whole(size) for size in getattr(x, "shape", ())):
+            raise TypeError(f"it returned a shape {x.shape}, whose sizes are not all whole numbers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,8 +277,8 @@ def check_devices(settings: PlanSettings) -> None:
         raise UsageError(str(error)) from error
 
 
-def run_plan(chosen: Chosen, settings: PlanSettings, *, as_json: bool, png: str | None) -> None:
-    """Plan one program, and print the report; the picture goes to `png`."""
+def run_plan(chosen: Chosen, settings: PlanSettings, *, as_json: bool, png: str | None) -> bool:
+    """Plan one program, and print the report; the picture goes to `png`. Whether it fits, as far as that is known."""
     if png is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--png needs matplotlib, which is not installed: pip install 'zero2jax[plan]'.")
     if png is not None and not os.access(Path(png).parent, os.W_OK):
@@ -278,6 +296,7 @@ def run_plan(chosen: Chosen, settings: PlanSettings, *, as_json: bool, png: str 
     if png is not None:
         report.save_picture(png)
         print(f"wrote {png}", file=sys.stderr)
+    return report.fits is not False
 
 
 @contextlib.contextmanager
@@ -295,8 +314,16 @@ def run_search(
     vary: Mapping[str, Sequence[Any]],
     *,
     as_json: bool,
-) -> None:
-    """Plan every combination of settings, and print the frontier and the cheapest that fits."""
+    write: str | None = None,
+) -> bool:
+    """Plan every combination of settings, and print the frontier and the cheapest that fits; its file goes to `write`.
+
+    Whether one fits, as far as that is known; with `write`, whether there is a cheapest one to write.
+    """
+    if write is not None and not os.access(Path(write).parent, os.W_OK):
+        raise UsageError(
+            f"--write {write}: the folder {str(Path(write).parent)!r} is not there, or cannot be written to."
+        )
     program = chosen.program()
     fixed = [name for name in vary if name in chosen.values]
     if fixed:
@@ -310,6 +337,23 @@ def run_search(
         config = chosen.config_for(program)
         search = search_plans(chosen.program, config, settings, bounds | dict(vary), advance=advance)
     print(json.dumps(search.as_dict(), indent=2) if as_json else search)
+    if write is not None and search.cheapest is not None:
+        _write_config(write, chosen, search.cheapest.varied)
+    fits = any(c.report is not None and c.report.fits is not False for c in search.candidates)
+    return fits if write is None else search.cheapest is not None
+
+
+def _write_config(path: str, chosen: Chosen, varied: Mapping[str, Any]) -> None:
+    """The configuration with the values of a setting and its batch, as JSON; the program's arguments are said."""
+    arguments = {k.removeprefix(PROGRAM): v for k, v in varied.items() if k.startswith(PROGRAM)}
+    program = chosen.program(**arguments)
+    config = chosen.config_for(program)
+    source = read_config(DEFAULT_CONFIG if config is None else config).source
+    values = {MICROBATCHES: source.get(MICROBATCHES, 1), **varied}
+    Path(path).write_text(json.dumps(config_with(source, values, program), indent=2) + "\n")
+    of_program = {k: v for k, v in {**chosen.values, **varied}.items() if k.startswith(PROGRAM)}
+    besides = ", ".join(f"{name} = {value}" for name, value in of_program.items())
+    print(f"wrote {path}" + (f"; it goes with {besides}" if besides else ""), file=sys.stderr)
 
 
 def run_activations(

@@ -11,8 +11,10 @@ In reading order, from the file to the engine:
     rules              rules that join several keys; what the engine does not have yet
     translate          `Config` -> `EngineSettings`, once
     optimizers, schedules, compiler_options    the blocks that are not settings: optax, learning rates, XLA
+    observing          who is told of each step
     initialize         the engine
     check              the same settings in words, for `zero2jax check`
 
-Imports base, zero, activations, processes and engine. Other rooms import initialize, reading, check and values.
+Imports base, zero, activations, offload, monitors, processes and engine. Other rooms import initialize, reading, check
+and values.
 """

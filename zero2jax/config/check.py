@@ -12,19 +12,21 @@ import jax.numpy as jnp
 
 from zero2jax.activations.layers import ActivationSettings
 from zero2jax.base.mesh import MODEL_AXIS
-from zero2jax.config.keys import KEYS, Treatment, key_of
+from zero2jax.base.tables import readable_bytes
+from zero2jax.config.keys import KEYS, SECRETS, Treatment, key_of
 from zero2jax.config.reading import Source, read
 from zero2jax.config.rules import (
     device_notes,
     device_problems,
     key_values,
-    needed_but_not_yet,
-    observers,
+    not_yet,
     open_rates,
 )
-from zero2jax.config.schema import FP16, ActivationCheckpointing, Config
+from zero2jax.config.schema import FP16, ActivationCheckpointing, Config, Memory
 from zero2jax.config.translate import DTYPES, EngineSettings, activations_of, batch_of, translate
 from zero2jax.config.values import ConfigError, Report, shown
+from zero2jax.offload.settings import OffloadSettings
+from zero2jax.zero.precision import Precision
 
 # Wider than any model: shows the bucket sizes as the file has them.
 _NO_CAP = 1 << 62
@@ -133,7 +135,7 @@ def _report(config: Config, found: Report, num_devices: int | None, every_key: b
         effective={} if errors else _effective(settings, num_devices),
         keys=tuple(row for row in _rows(config) if (every_key or row.given) and found.sound(row.key)),
         notes=tuple(notes),
-        not_yet=tuple(needed_but_not_yet(config)),
+        not_yet=tuple(not_yet(config)),
         errors=tuple(errors),
         refused=(*found.refused, *refused),
         to_fill=(*found.open, *open_rates(config)),
@@ -153,6 +155,8 @@ def _settings(
         config = replace(config, activation_checkpointing=ActivationCheckpointing())
     if not found.sound(*(f"fp16.{field.name}" for field in fields(FP16))):
         config = replace(config, fp16=FP16())
+    if not found.sound("memory"):
+        config = replace(config, memory=Memory())
     if num_devices is not None:
         if num_devices < 1:
             raise ConfigError(
@@ -171,9 +175,6 @@ def _notes(config: Config) -> Iterator[str]:
     """What is worth saying beside the notes of reading."""
     for path in config.unused:
         yield f"override {path}: the file has no such key, so it fills nothing."
-    idle = observers(config)
-    if idle:
-        yield f"not there yet, and the run goes on without: {'; '.join(idle)}."
     if config.tensor_parallel > 1:
         size = config.tensor_parallel
         yield f"tensor_parallel = {size}: initialize needs a mesh whose axis {MODEL_AXIS!r} has this size."
@@ -184,6 +185,7 @@ def _rows(config: Config) -> Iterator[Row]:
     kind = None if config.optimizer is None else config.optimizer.type
     for path, value, _ in key_values(config):
         key = key_of(path, kind)
+        value = "(hidden)" if path in SECRETS and value is not None else value
         yield Row(path, value, path in given, path in config.auto, key.treatment, key.becomes)
     for path, value in _leaves(config.source):
         old = "bfloat16" if path.startswith("bfloat16.") else path
@@ -215,10 +217,17 @@ def _effective(settings: EngineSettings, num_devices: int | None) -> dict[str, s
         "learning rate": _block(config.scheduler, "constant"),
         "activations": _activations(settings.activations),
     }
+    if step.precision.master_dtype != jnp.float32:
+        effective["masters"] = _stored(step.precision, "master_dtype")
+        effective["optimizer state"] = _stored(step.precision, "state_dtype")
     if settings.offload is not None:
+        path = settings.offload.nvme_path
+        where = "host memory" if path is None else f"files below {path}"
         effective["masters and optimizer state"] = (
-            f"{settings.offload.ratio:.0%} in host memory, updated on the host's CPU"
+            f"{_ratio(settings.offload)} in {where}, updated on the host's CPU"
         )
+        if settings.offload.params:
+            effective["parameters"] = f"{compute}, in pinned host memory, fetched where they are used"
     if "gradient_clipping" not in config.given:
         effective["gradient clipping"] += " (the key is absent; DeepSpeed since 0.19.3 would clip at 1.0)"
     if config.bf16.enabled:
@@ -231,6 +240,17 @@ def _effective(settings: EngineSettings, num_devices: int | None) -> dict[str, s
         at_most = "at most the model, " if name.endswith("_bytes") else ""
         effective[f"on GPUs: {name}"] = f"{at_most}{shown(value)}"
     return effective
+
+
+def _stored(precision: Precision, name: str) -> str:
+    dtype = _WORDS[getattr(precision, name).name]
+    return f"{dtype}, rounded stochastically" if dtype == "bf16" and precision.rounds_at_random else dtype
+
+
+def _ratio(offload: OffloadSettings) -> str:
+    if isinstance(offload.ratio, str):
+        return f"so much that a device stores {readable_bytes(offload.device_bytes or 0)} between steps"
+    return f"{offload.ratio:.0%}"
 
 
 def _batch(settings: EngineSettings, num_devices: int | None) -> str:

@@ -10,23 +10,27 @@ import optax
 from jax.sharding import Mesh
 
 from zero2jax.activations.layers import ActivationSettings
+from zero2jax.base.compiler import GPU_PLATFORMS
 from zero2jax.base.losses import LossFn
 from zero2jax.base.mesh import DATA_AXIS, MODEL_AXIS, REPLICA_AXIS, DataAxes, axis_size, data_axes, make_mesh
 from zero2jax.base.pytrees import LeafPredicate, PyTree
+from zero2jax.config.keys import SECRETS
+from zero2jax.config.observing import observers_of
 from zero2jax.config.optimizers import make_optimizer
 from zero2jax.config.reading import DEFAULT_CONFIG, Source, load_config
 from zero2jax.config.rules import (
     device_notes,
     device_problems,
     group_size,
-    needed_but_not_yet,
-    observers,
+    not_yet,
     open_rates,
 )
 from zero2jax.config.schema import Config
+from zero2jax.config.source import without
 from zero2jax.config.translate import EngineSettings, translate
 from zero2jax.config.values import ConfigError, warn
 from zero2jax.engine import Engine
+from zero2jax.memory.configure import write_memory
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.processes.agreement import expect_same
 from zero2jax.zero.shard_plan import ShardPlan
@@ -71,7 +75,7 @@ def initialize(
       shard_over_replicas: as for `Engine`; `zero_hpz_partition_size` means it.
       activations: what is saved of the layers for backward; by default what the `activation_checkpointing` block
         says, if any of its keys is on.
-      offload: as for `Engine`; by default what `offload_optimizer` says.
+      offload: as for `Engine`; by default what `offload_optimizer` and `offload_param` say.
 
     Raises:
       ConfigError: the configuration breaks a rule, asks for what the engine cannot do yet, or has no optimizer
@@ -84,10 +88,10 @@ def initialize(
       3
     """
     loaded = _load(config)
+    _configure_memory(loaded, mesh)
     mesh = _mesh(loaded, mesh, axis_name)
     axes = data_axes(mesh, axis_name, rest_over_replicas=shard_over_replicas)
-    for note in device_notes(loaded, int(mesh.shape[axis_name])):
-        warn(note)
+    _warn_of_devices(loaded, int(mesh.shape[axis_name]), offload)
     expect_same("the configuration and the mesh", [loaded.source, dict(mesh.shape)])
     settings = _translate(loaded, mesh, axes, keep_fp32=keep_fp32, gather=gather, seed=seed)
     engine = Engine(
@@ -102,15 +106,29 @@ def initialize(
         activations=activations or _activations(settings, mesh),
         offload=offload or settings.offload,
         compiler_options=_options(settings, mesh),
+        arena=loaded.memory.arena,
+        memory_breakdown=loaded.memory_breakdown,
     )
-    engine.config = dict(loaded.source)
+    return _known_by(engine, loaded)
+
+
+def _warn_of_devices(config: Config, num_shards: int, offload: OffloadSettings | None) -> None:
+    """Say what the devices leave of the configuration, which knows nothing of offloading that is asked for beside."""
+    for note in device_notes(config, num_shards) if offload is None else ():
+        warn(note)
+
+
+def _known_by(engine: Engine, config: Config) -> Engine:
+    """The engine, with the configuration on record and told to those who observe."""
+    engine.config = without(config.source, SECRETS)
+    engine.observers = observers_of(config, engine)
     return engine
 
 
 def _load(source: Source | None) -> Config:
     """The configuration, the default one for None; refuses what the engine does not have yet."""
     config = load_config(DEFAULT_CONFIG if source is None else source)
-    missing = needed_but_not_yet(config)
+    missing = not_yet(config)
     if missing:
         raise ConfigError(
             f"cannot train by {config.name}: the engine does not have this yet. Switch it off (bf16 does without a "
@@ -122,10 +140,27 @@ def _load(source: Source | None) -> Config:
             f"{config.name}: gradient_clipping is absent, so nothing is clipped; DeepSpeed since 0.19.3 clips at 1.0 "
             f"then. Write 1.0 or 0.0."
         )
-    idle = observers(config)
-    if idle:
-        warn(f"{config.name}: not there yet, and the run goes on without: {'; '.join(idle)}.")
     return config
+
+
+def _configure_memory(config: Config, mesh: Mesh | None) -> None:
+    """Apply the `memory` block while there is time; of devices that are only compiled for, it says nothing."""
+    settings = config.memory.settings
+    if not settings.given or (mesh is not None and not set(mesh.devices.flat) <= set(jax.devices())):
+        return
+    problem = ""
+    try:
+        write_memory(settings)
+    except (RuntimeError, ValueError) as error:
+        problem = str(error)
+    platform = jax.default_backend()
+    if platform not in GPU_PLATFORMS:
+        names = ", ".join(f"memory.{name}" for name in settings.given)
+        warn(
+            f"{config.name}: {names}: no effect on platform {platform!r}, only the clients of GPUs have a pool."
+        )
+    elif problem:
+        raise ConfigError(f"cannot train by {config.name}", [f"memory: {problem}"])
 
 
 def _mesh(config: Config, mesh: Mesh | None, axis_name: str) -> Mesh:
@@ -208,5 +243,6 @@ def _activations(settings: EngineSettings, mesh: Mesh) -> ActivationSettings | N
 
 def _options(settings: EngineSettings, mesh: Mesh) -> Callable[[ShardPlan], Mapping[str, Any]]:
     """Compiler options as a function of the plan: thresholds are capped by the model's bytes."""
-    platform = mesh.devices.flat[0].platform
-    return lambda plan: settings.compiler_options(platform, sum(math.prod(x.shape) for x in plan.leaves))
+    device = (mesh.local_devices or list(mesh.devices.flat))[0]
+    size = lambda plan: sum(math.prod(x.shape) for x in plan.leaves)
+    return lambda plan: settings.compiler_options(device.platform, size(plan), device)

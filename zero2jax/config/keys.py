@@ -1,9 +1,8 @@
 """What becomes of every DeepSpeed key: the one table that `zero2jax check` prints and a test freezes.
 
 IMPLEMENTED does what DeepSpeed's key does; NO_EFFECT is read, checked and then pointless here, for the reason
-given; NOT_YET is carried as a typed field and refused by `initialize` when switched on, but for what only observes
-(`OBSERVING`), of which it warns; CONVERTED is an old spelling; REFUSED is an error as soon as it asks for anything but
-its default.
+given; NOT_YET is carried as a typed field and refused by `initialize` when switched on; CONVERTED is an old spelling;
+REFUSED is an error as soon as it asks for anything but its default.
 A key that only ever accompanies a switch (`enabled`, `device`) shares the fate of the switch.
 """
 
@@ -38,10 +37,12 @@ _STAGE3 = "gathers follow the program and its remat policy, not a size"
 _POINT_OF_USE = "parameters are gathered where they are used, modules are unknown"
 _DIVISION = "without reduce-scatter the mean is the same, only the order of the division differs"
 _TORCH = "chooses between torch implementations of the same update"
-_WITH_OFFLOAD = "with the offload device"
 _WITH_NVME = "with the offload device nvme"
-_WITH_MONITOR = "with this monitor"
 _CHECKPOINT = "the step writes no checkpoint"
+_QUANTIZED = (
+    "quantised collectives change the numbers, and XLA has no quantised reduction; use zero_hpz_partition_size or "
+    "mics_shard_size with the devices of a host, or stage 2, which moves a third less than stage 3"
+)
 _OTHER = "changes the training itself and has no counterpart"
 
 _IMPLEMENTED = {
@@ -55,8 +56,11 @@ _IMPLEMENTED = {
             "scheduler.type": "an optax schedule, advanced once per applied step",
             "gradient_clipping": "clip by global norm; 0.0 = none, also when absent (DeepSpeed 0.19.3: 1.0)",
             "communication_data_type": "dtype of the gradient reduction; null follows fp16/bf16, else fp32",
+            "bf16.bf16_master_weights_and_grads": "bf16 masters, rounded stochastically, and accumulated gradients",
+            "bf16.bf16_optimizer_states": "bf16 moments, rounded stochastically",
             "bf16.enabled": "bf16 compute over fp32 masters; false and no fp16: plain fp32",
             "bf16.check_grad_overflow": "a step whose gradients are not finite is skipped",
+            "fp16.fp16_master_weights_and_grads": "fp16 masters and accumulated gradients; without offloading, too",
             "fp16.enabled": "fp16 compute over fp32 masters, with a loss scale",
             "fp16.loss_scale": "0 is dynamic scaling, a number a static scale",
             "fp16.initial_scale_power": "the first scale is 2 to this power",
@@ -65,8 +69,42 @@ _IMPLEMENTED = {
             "fp16.consecutive_hysteresis": "every step without overflow forgets those before it",
             "fp16.min_loss_scale": "an overflow there is a zero2jax.LossScaleError, two steps later",
             "gradient_allreduce_op": "mean over the devices, or sum of their means",
-            "data_types.grad_accum_dtype": "dtype of the gradient accumulator, every stage; null = fp32",
+            "data_types.grad_accum_dtype": "dtype of the gradient accumulator, every stage; null = that of the masters",
             "data_types.param_dtype": "must agree with fp16 and bf16",
+            "memory_breakdown": "bytes in use and their peak in the metrics of each step",
+            "xla_preset": "not DeepSpeed's: XLA's options of the step, latency, memory or deterministic",
+            "steps_per_print": "a line every so many steps: loss, learning rate, gradient norm, throughput",
+            "timers.throughput.enabled": "whether samples and tokens per second are in that line",
+            "wall_clock_breakdown": "a line of times, of the devices and of the loop, and the same to the monitors",
+            "dump_state": "configuration, settings and shard plan, printed before the first step",
+            "comms_logger": "counts and bytes of the step's collectives, printed before the first step",
+            "flops_profiler.enabled": "a report of one step: operations by scope, phase and loop, bytes, time",
+            "flops_profiler.profile_step": "steps before the one that is profiled",
+            "flops_profiler.module_depth": "how deep named scopes are broken up; -1 as deep as they are",
+            "flops_profiler.top_modules": "scopes that are named for each depth",
+            "flops_profiler.detailed": "a line for each scope, loop and collective",
+            "flops_profiler.output_file": "path of the report; null prints it",
+            "tensorboard.enabled": "metrics of each step in an event file, by tensorboardX; see zero2jax.Monitors",
+            "csv_monitor.enabled": "metrics of each step in a CSV file per metric; see zero2jax.Monitors",
+            **{
+                f"{name}.{key}": becomes
+                for name in ("tensorboard", "csv_monitor")
+                for key, becomes in (
+                    ("output_path", "parent of the folder"),
+                    ("job_name", "name of the folder"),
+                )
+            },
+            "wandb.enabled": "metrics of each step to Weights & Biases; see zero2jax.Monitors",
+            "wandb.group": "group of `wandb.init`",
+            "wandb.team": "entity of `wandb.init`",
+            "wandb.project": "project of `wandb.init`",
+            "comet.enabled": "metrics to Comet; see zero2jax.Monitors",
+            "comet.samples_log_interval": "examples between two writes",
+            "comet.experiment_name": "name of the experiment",
+            **{
+                f"comet.{name}": f"{name} of `comet_ml.start`"
+                for name in ("project", "workspace", "api_key", "experiment_key", "online", "mode")
+            },
             "tensor_parallel": "autotp_size: size of the axis `model` that the mesh must have; see param_specs",
         },
     ),
@@ -76,6 +114,10 @@ _IMPLEMENTED = {
             "stage": "0 replicated, 1 optimizer state, 2 + gradients, 3 + parameters in shards",
             "reduce_bucket_size": "reduce-scatter combine threshold on GPUs: elements x dtype bytes",
             "allgather_bucket_size": "all-gather combine threshold on GPUs: elements x dtype bytes",
+            "ignore_unused_parameters": "false: parameters without gradient are an error before the first step",
+            "stage3_param_persistence_threshold": "elements up to which a parameter, outside of loops, is not gathered "
+            "again for backward",
+            "stage3_model_persistence_threshold": "elements of all of these, the first ones in the tree",
             "overlap_comm": "latency-hiding scheduler of the step on GPUs",
             "mics_shard_size": "size of the data axis; each group of so many devices holds the state",
             "zero_hpz_partition_size": "size of the data axis; the state is stored sharded over all groups",
@@ -85,10 +127,21 @@ _IMPLEMENTED = {
     **_table(
         Treatment.IMPLEMENTED,
         {
-            "device": "cpu: masters and optimizer state in host memory, updated there; nvme: not yet",
+            "device": "masters and optimizer state in host memory (cpu) or in files (nvme), updated by the host's CPU",
+            "nvme_path": "with nvme, the folder; each process makes one of its own there",
+            "buffer_count": "with nvme, buffers in host memory, of a chunk's masters in size; a chunk of Adam takes 4",
+            "pipeline_read": "with nvme, buffer_count buffers more, so that a chunk is read while another is updated",
+            "pipeline_write": "with nvme, buffer_count buffers more, so that a chunk is written meanwhile",
             "ratio": "part of their bytes that the host has; the devices keep and update the other leaves",
+            "device_bytes": "not DeepSpeed's: the smallest ratio at which a device stores no more between steps",
+            "delay_after": "not DeepSpeed's: after so many steps updates run beside the next step, one step late",
         },
         "zero_optimization.offload_optimizer.",
+    ),
+    **_table(
+        Treatment.IMPLEMENTED,
+        {"device": "cpu: at stage 3, 16-bit parameters in pinned host memory, fetched where they are used"},
+        "zero_optimization.offload_param.",
     ),
     **_table(
         Treatment.IMPLEMENTED,
@@ -102,6 +155,17 @@ _IMPLEMENTED = {
             "policy": "not DeepSpeed's: what a layer saves, `zero2jax.remat_policy`",
         },
         "activation_checkpointing.",
+    ),
+    **_table(
+        Treatment.IMPLEMENTED,
+        {
+            "preallocate": "not DeepSpeed's, like this block: the pool of a GPU's client is taken at the start",
+            "fraction": "part of a GPU's memory that the pool has",
+            "allocator": "bfc, cuda_async, vmm or platform, as the installed jaxlib has them",
+            "arena": "masters and optimizer state in a few large buffers between steps; no bit changes",
+            "collective_memory_mb": "MiB of a second pool, for buffers of collectives",
+        },
+        "memory.",
     ),
     **_table(
         Treatment.IMPLEMENTED,
@@ -157,17 +221,15 @@ _NO_EFFECT = {
     **_table(
         Treatment.NO_EFFECT,
         {
-            "contiguous_gradients": _COMPILER,
+            "contiguous_gradients": "gradients lie in the step's one planned block; for the state see memory.arena",
             "reduce_scatter": "the mean is always taken by the collective the stage needs",
             "use_multi_rank_bucket_allreduce": "gradients are reduce-scattered, never all-reduced and sliced",
             "allgather_partitions": "parameters are always all-gathered",
-            "load_from_fp32_weights": "the state holds fp32 masters only",
+            "load_from_fp32_weights": "the state holds one copy of each parameter, the master",
             "elastic_checkpoint": "deprecated in DeepSpeed; the step writes no checkpoint",
             "round_robin_gradients": "every gradient is split over all devices",
             "sub_group_size": _COMPILER,
             "stage3_prefetch_bucket_size": _STAGE3,
-            "stage3_param_persistence_threshold": "small leaves stay replicated by the plan's own rule for now",
-            "stage3_model_persistence_threshold": _STAGE3,
             "stage3_max_live_parameters": _STAGE3,
             "stage3_max_reuse_distance": _STAGE3,
             "stage3_gather_16bit_weights_on_model_save": "engine.params(state) gives full parameters",
@@ -197,10 +259,15 @@ _NO_EFFECT = {
     ),
     **_table(
         Treatment.NO_EFFECT,
+        {"pin_memory": "parameters in host memory are pinned"},
+        "zero_optimization.offload_param.",
+    ),
+    **_table(
+        Treatment.NO_EFFECT,
         {
             "optimizer.legacy_fusion": _TORCH,
             "optimizer.params.torch_adam": _TORCH,
-            "optimizer.params.fp32_optimizer_states": "optimizer state is fp32",
+            "optimizer.params.fp32_optimizer_states": "optimizer state is fp32, without bf16.bf16_optimizer_states",
             "optimizer.params.set_grad_none": "there are no gradients between two steps",
             "optimizer.params.ns_method": "both ways compute the same Newton-Schulz iteration",
             "scheduler.params.last_batch_iteration": "the step count is part of the state",
@@ -215,20 +282,17 @@ _NO_EFFECT = {
             "sparse_gradients": "gradients are dense",
             "disable_allgather": "parameters are always all-gathered",
             "graph_harvesting": "a step is one compiled program",
-            "steps_per_print": "step returns its metrics, the loop prints them",
             "log_level": "logging belongs to the program",
             "dataloader_drop_last": "the loop brings its own batches",
             "vocabulary_size": "DeepSpeed only warns with it",
-            "timers.throughput.enabled": "the loop times its own steps",
-            "timers.throughput.synchronized": "the loop times its own steps",
+            "flops_profiler.recompute_fwd_factor": "what is recomputed is counted in the compiled program",
+            "timers.throughput.synchronized": "a step is timed when it is done, and nothing waits for it",
             "checkpoint.tag_validation": _CHECKPOINT,
             "checkpoint.load_universal": _CHECKPOINT,
             "checkpoint.use_node_local_storage": _CHECKPOINT,
             "checkpoint.parallel_write.pipeline_stage": _CHECKPOINT,
             "checkpoint.checkpoint_serialization": _CHECKPOINT,
             "checkpoint.writer": _CHECKPOINT,
-            "comet": "the loop logs the metrics that step returns",
-            "comms_logger": "a profiler trace shows the collectives",
             "aio": "settings of DeepSpeed's NVMe library",
             "compile": "a step is one compiled program",
             "data_parallel_size": "DeepSpeed reads it beside sequence_parallel_size only",
@@ -244,10 +308,6 @@ _NOT_YET = {
     **_table(
         Treatment.NOT_YET,
         {
-            "nvme_path": _WITH_NVME,
-            "buffer_count": _WITH_NVME,
-            "pipeline_read": _WITH_NVME,
-            "pipeline_write": _WITH_NVME,
             "super_offload": "a speculative update, before the gradients are judged",
         },
         "zero_optimization.offload_optimizer.",
@@ -255,62 +315,12 @@ _NOT_YET = {
     **_table(
         Treatment.NOT_YET,
         {
-            "device": "parameters outside device memory; below stage 3 DeepSpeed ignores the block",
-            "nvme_path": _WITH_OFFLOAD,
-            "buffer_count": _WITH_OFFLOAD,
-            "buffer_size": _WITH_OFFLOAD,
-            "max_in_cpu": _WITH_OFFLOAD,
-            "pin_memory": _WITH_OFFLOAD,
+            "nvme_path": _WITH_NVME,
+            "buffer_count": _WITH_NVME,
+            "buffer_size": _WITH_NVME,
+            "max_in_cpu": _WITH_NVME,
         },
         "zero_optimization.offload_param.",
-    ),
-    **_table(
-        Treatment.NOT_YET,
-        {
-            "ignore_unused_parameters": "an error for a parameter without gradient",
-            "zero_quantized_weights": "all-gather of quantised weights",
-            "zero_quantized_nontrainable_weights": "all-gather of quantised frozen weights",
-            "zero_quantized_gradients": "quantised gradient reduction",
-            "zeropp_loco_param": "error feedback for quantised gradients",
-        },
-        "zero_optimization.",
-    ),
-    **_table(
-        Treatment.NOT_YET,
-        {
-            "bf16.bf16_master_weights_and_grads": "no fp32 masters",
-            "fp16.fp16_master_weights_and_grads": "no fp32 masters",
-            "bf16.bf16_optimizer_states": "bf16 optimizer state",
-            "wall_clock_breakdown": "time of each phase",
-            "memory_breakdown": "memory lines",
-            "dump_state": "print of the state at the start",
-        },
-    ),
-    **_table(
-        Treatment.NOT_YET,
-        {
-            "flops_profiler.enabled": "one profiled step",
-            **{
-                f"flops_profiler.{name}": "with the profiler"
-                for name in (
-                    "recompute_fwd_factor",
-                    "profile_step",
-                    "module_depth",
-                    "top_modules",
-                    "detailed",
-                    "output_file",
-                )
-            },
-            "tensorboard.enabled": "metrics to TensorBoard",
-            "csv_monitor.enabled": "metrics to CSV files",
-            "wandb.enabled": "metrics to Weights & Biases",
-            **{
-                f"{name}.{key}": _WITH_MONITOR
-                for name in ("tensorboard", "csv_monitor")
-                for key in ("output_path", "job_name")
-            },
-            **{f"wandb.{key}": _WITH_MONITOR for key in ("group", "team", "project")},
-        },
     ),
 }
 
@@ -319,6 +329,15 @@ _REFUSED = _table(
     {
         "managed_gradient_accumulation": "engine.step takes the full batch and updates once; leave it true",
         "zero_optimization.legacy_stage1": "DeepSpeed removed it as well; use stage 1",
+        **{
+            f"zero_optimization.{name}": _QUANTIZED
+            for name in (
+                "zero_quantized_weights",
+                "zero_quantized_nontrainable_weights",
+                "zero_quantized_gradients",
+                "zeropp_loco_param",
+            )
+        },
         "zero_optimization.zenflow": "stale, partial updates from the host have no counterpart",
         "optimizer.params.amsgrad": "DeepSpeed's kernels refuse it as well; pass an optax tx",
         "optimizer.params.dampening": "SGD's momentum takes the full gradient; pass an optax tx",
@@ -363,18 +382,8 @@ _CONVERTED = _table(
     },
 )
 
-OBSERVING = frozenset(
-    {
-        "wall_clock_breakdown",
-        "memory_breakdown",
-        "dump_state",
-        "flops_profiler.enabled",
-        "tensorboard.enabled",
-        "csv_monitor.enabled",
-        "wandb.enabled",
-    }
-)
-"""Switches that are not there yet and change no number: `initialize` warns of them and goes on."""
+SECRETS = frozenset({"comet.api_key"})
+"""Keys whose values are neither printed nor recorded."""
 
 IGNORED_BY_TYPE: dict[tuple[str, str], Key] = {
     ("adamw", "optimizer.params.adam_w_mode"): Key(

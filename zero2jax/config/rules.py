@@ -7,19 +7,13 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from zero2jax.config.keys import KEYS, OBSERVING, Treatment, key_of
+from zero2jax.config.keys import KEYS, Treatment, key_of
 from zero2jax.config.params import SGDParams, WarmupCosineLRParams, WarmupDecayLRParams, WarmupLRParams
 from zero2jax.config.schema import Config
 from zero2jax.config.values import Report, shown
 
 _SWITCHES = ("enabled", "device")
-_SWITCHED = (
-    "flops_profiler",
-    "tensorboard",
-    "csv_monitor",
-    "wandb",
-    "zero_optimization.offload_param",
-)
+_SWITCHED = ("zero_optimization.offload_param",)
 """Blocks whose other keys only accompany their switch."""
 
 
@@ -50,6 +44,7 @@ def check_rules(config: Config, report: Report) -> None:
     _reduction_rules(config, report)
     _zero_rules(config, report)
     _activation_rules(config, report)
+    _memory_rules(config, report)
     _optimizer_rules(config, report)
     _scheduler_notes(config, report)
     kind = None if config.optimizer is None else config.optimizer.type
@@ -89,6 +84,11 @@ def _refused(config: Config, report: Report) -> None:
 def _precision_rules(config: Config, report: Report) -> None:
     if config.fp16.enabled and config.bf16.enabled:
         report.error("bf16.enabled", True, "fp16 and bf16 exclude each other", "Switch one of them off.")
+    half = config.bf16
+    if half.enabled and half.bf16_optimizer_states and not half.bf16_master_weights_and_grads:
+        rule = "bf16 optimizer states need bf16 masters, as in DeepSpeed"
+        way_out = "Switch bf16.bf16_master_weights_and_grads on, too."
+        report.error("bf16.bf16_optimizer_states", True, rule, way_out)
     mode = config.compute_dtype
     wanted = config.data_types.param_dtype
     if wanted not in (None, mode) and report.sound("fp16.enabled", "bf16.enabled"):
@@ -146,6 +146,23 @@ def _zero_rules(config: Config, report: Report) -> None:
     if offload is not None and offload.ratio < 1.0 and zero.stage != 3:
         rule = f"a part of the optimizer on the host needs stage 3, the stage is {zero.stage}"
         report.error(f"{path}.offload_optimizer.ratio", offload.ratio, rule, "Use 1.0 or stage 3.")
+    if (
+        offload is not None
+        and offload.device_bytes is not None
+        and f"{path}.offload_optimizer.ratio" in config.given
+    ):
+        rule = "it chooses the ratio, and the file gives one"
+        report.error(
+            f"{path}.offload_optimizer.device_bytes", offload.device_bytes, rule, "Keep one of the two."
+        )
+    if offload_device(config) == "nvme" and offload and offload.delay_after is not None:
+        rule = "a step waits for its files, so its update cannot run beside the next"
+        report.error(
+            f"{path}.offload_optimizer.delay_after", offload.delay_after, rule, 'Use "cpu", or remove it.'
+        )
+    if offload_device(config) == "nvme" and not (offload and offload.nvme_path):
+        rule = "it needs nvme_path, a folder of a local disk"
+        report.error(f"{path}.offload_optimizer.device", "nvme", rule, 'Give nvme_path, or use "cpu".')
     if zero.mics_shard_size > 0 and zero.zero_hpz_partition_size > 1:
         rule = "it and zero_hpz_partition_size both give the size of a group"
         report.error(f"{path}.mics_shard_size", zero.mics_shard_size, rule, "Keep one of the two.")
@@ -155,6 +172,11 @@ def _zero_rules(config: Config, report: Report) -> None:
     if zero.offload_param is not None and zero.offload_param.device != "none" and zero.stage < 3:
         report.notes.append(
             f"{path}.offload_param is ignored at stage {zero.stage}, as in DeepSpeed: it needs stage 3."
+        )
+    if param_device(config) == "cpu" and (offload is None or offload.device == "none" or offload.ratio == 0):
+        report.notes.append(
+            f"{path}.offload_param without offload_optimizer moves nothing: what the loss gathers are shards of the "
+            f"fp32 masters, which the devices keep for the update; there are no others."
         )
     if zero.elastic_checkpoint and zero.stage == 3:
         report.notes.append(f"{path}.elastic_checkpoint is not available at stage 3 in DeepSpeed either.")
@@ -166,6 +188,20 @@ def _activation_rules(config: Config, report: Report) -> None:
     if block.contiguous_memory_optimization and not block.partition_activations and report.sound(needed):
         rule = "contiguous_memory_optimization needs it, as in DeepSpeed"
         report.error(needed, False, rule, "Switch both on or both off.")
+
+
+def _memory_rules(config: Config, report: Report) -> None:
+    if not report.sound("memory"):
+        return
+    try:
+        _ = config.memory.settings
+    except ValueError as error:
+        report.errors.append(f"memory: {error}")
+        report.broken.append("memory")
+    block = config.zero_optimization.offload_optimizer
+    if config.memory.arena and block is not None and block.device != "none" and block.ratio > 0:
+        rule = "beside offload_optimizer the host stores the state leaf by leaf"
+        report.error("memory.arena", True, rule, "Leave one of the two out.")
 
 
 def _optimizer_rules(config: Config, report: Report) -> None:
@@ -193,23 +229,13 @@ def not_yet(config: Config) -> list[str]:
     """What this configuration asks for and the engine cannot do yet, a line per key path.
 
     >>> from zero2jax.config.reading import load_config
-    >>> not_yet(load_config({"train_batch_size": 8, "dump_state": True}))
-    ['dump_state = true: print of the state at the start']
+    >>> not_yet(load_config({"train_batch_size": 8}))
+    []
     """
-    return [line for _, line in _not_yet(config)]
+    return list(_not_yet(config))
 
 
-def needed_but_not_yet(config: Config) -> list[str]:
-    """Those of `not_yet` that change the numbers: without them the configuration does not train."""
-    return [line for path, line in _not_yet(config) if path not in OBSERVING]
-
-
-def observers(config: Config) -> list[str]:
-    """Those of `not_yet` that only observe: without them it trains all the same."""
-    return [line for path, line in _not_yet(config) if path in OBSERVING]
-
-
-def _not_yet(config: Config) -> Iterator[tuple[str, str]]:
+def _not_yet(config: Config) -> Iterator[str]:
     for path, value, default in key_values(config):
         block, _, name = path.rpartition(".")
         if KEYS[path].treatment is not Treatment.NOT_YET or (block in _SWITCHED and name not in _SWITCHES):
@@ -219,19 +245,23 @@ def _not_yet(config: Config) -> Iterator[tuple[str, str]]:
             asked = getattr(config, block).enabled and asked
         elif block == "zero_optimization.offload_optimizer":
             asked = asked and offload_device(config) != "none" and name == "super_offload"
-        elif block == "zero_optimization.offload_param":
-            asked = value != default and config.zero_optimization.stage == 3
         if asked:
-            yield path, f"{path} = {shown(value)}: {KEYS[path].becomes}"
-    if offload_device(config) == "nvme":
-        path = "zero_optimization.offload_optimizer.device"
-        yield path, f"{path} = 'nvme': optimizer state on local disks"
+            yield f"{path} = {shown(value)}: {KEYS[path].becomes}"
+    if param_device(config) == "nvme":
+        path = "zero_optimization.offload_param.device"
+        yield f"{path} = 'nvme': parameters on local disks"
 
 
 def offload_device(config: Config) -> str:
     """Where `offload_optimizer` puts the optimizer state: "none", "cpu" or "nvme"."""
     block = config.zero_optimization.offload_optimizer
     return "none" if block is None else block.device
+
+
+def param_device(config: Config) -> str:
+    """Where `offload_param` puts parameters: "none" below stage 3, as in DeepSpeed, "cpu" or "nvme"."""
+    zero = config.zero_optimization
+    return "none" if zero.offload_param is None or zero.stage < 3 else zero.offload_param.device
 
 
 def open_rates(config: Config) -> list[str]:

@@ -16,11 +16,12 @@ from zero2jax.config.params import OptimizerParams, SchedulerParams
 from zero2jax.config.values import (
     ConfigError,
     any_part_enabled,
-    anything,
     asked_for,
     boolean,
     choice,
     integer,
+    interval,
+    norm,
     not_empty,
     number,
     optional,
@@ -29,6 +30,7 @@ from zero2jax.config.values import (
     tensor_parallel_size,
     text,
 )
+from zero2jax.memory.configure import MemorySettings
 
 _DTYPE = optional(choice("fp16", "bf16", "fp32"))
 _COUNT = integer(0)
@@ -47,6 +49,8 @@ class OffloadOptimizer:
     pipeline_write: bool = setting(False, boolean())
     fast_init: bool = setting(False, boolean())
     ratio: float = setting(1.0, number(0.0, 1.0))
+    device_bytes: int | None = setting(None, optional(integer(1)))
+    delay_after: int | None = setting(None, optional(_COUNT))
     super_offload: bool = setting(False, boolean())
     cpuadam_cores_perc: float = setting(0.8, number(0.0, 1.0))
 
@@ -139,7 +143,7 @@ class FP16:
 
 @dataclass(frozen=True, kw_only=True)
 class BF16:
-    """`bf16`: 16-bit compute over fp32 masters, no loss scale."""
+    """`bf16`: 16-bit compute over fp32 masters or bf16 ones, no loss scale."""
 
     enabled: bool = setting(False, boolean())
     immediate_grad_update: bool = setting(False, boolean())
@@ -150,7 +154,7 @@ class BF16:
 
 @dataclass(frozen=True, kw_only=True)
 class DataTypes:
-    """`data_types`; null `grad_accum_dtype` is fp32 here."""
+    """`data_types`; null `grad_accum_dtype` is that of the masters."""
 
     grad_accum_dtype: str | None = setting(None, _DTYPE)
     param_dtype: str | None = setting(None, _DTYPE)
@@ -168,6 +172,28 @@ class ActivationCheckpointing:
     synchronize_checkpoint_boundary: bool = setting(False, boolean())
     profile: bool = setting(False, boolean())
     policy: Any = setting(None, _POLICY)  # noqa: RUF009
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """`memory`, no block of DeepSpeed's: how a GPU's client allocates; null leaves it to the environment. And the
+    arena, which is on any device."""
+
+    preallocate: bool | None = setting(None, optional(boolean()))
+    fraction: float | None = setting(None, optional(number(0.0, 1.0)))
+    allocator: str | None = setting(None, optional(text()))
+    collective_memory_mb: int | None = setting(None, optional(_COUNT))
+    arena: bool = setting(False, boolean())
+
+    @property
+    def settings(self) -> MemorySettings:
+        """What of it the client is told; a ValueError where it contradicts itself."""
+        return MemorySettings(
+            preallocate=self.preallocate,
+            fraction=self.fraction,
+            allocator=None if self.allocator is None else self.allocator.lower(),
+            collective_memory_mb=self.collective_memory_mb,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +226,21 @@ class WandbMonitor:
     group: str | None = setting(None, optional(text()))
     team: str | None = setting(None, optional(text()))
     project: str = setting("deepspeed", text())
+
+
+@dataclass(frozen=True, kw_only=True)
+class CometMonitor:
+    """`comet`."""
+
+    enabled: bool = setting(False, boolean())
+    samples_log_interval: int = setting(100, integer(1))
+    project: str | None = setting(None, optional(text()))
+    workspace: str | None = setting(None, optional(text()))
+    api_key: str | None = setting(None, optional(text()))
+    experiment_name: str | None = setting(None, optional(text()))
+    experiment_key: str | None = setting(None, optional(text()))
+    online: bool | None = setting(None, optional(boolean()))
+    mode: str | None = setting(None, optional(text()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +317,7 @@ class Config:
     fp16: FP16 = field(default_factory=FP16, metadata=block(FP16))
     bf16: BF16 = field(default_factory=BF16, metadata=block(BF16, aliases=("bfloat16",)))
     data_types: DataTypes = field(default_factory=DataTypes, metadata=block(DataTypes))
-    gradient_clipping: float = setting(0.0, number(0.0))
+    gradient_clipping: float = setting(0.0, norm())
     prescale_gradients: bool = setting(False, boolean())
     gradient_predivide_factor: float = setting(1.0, number(above=0))
     gradient_allreduce_op: str = setting("mean", choice("mean", "sum"))
@@ -288,20 +329,22 @@ class Config:
     activation_checkpointing: ActivationCheckpointing = field(
         default_factory=ActivationCheckpointing, metadata=block(ActivationCheckpointing)
     )
-    steps_per_print: Any = setting(None, anything())  # noqa: RUF009
+    steps_per_print: int = setting(0, interval())
     wall_clock_breakdown: bool = setting(False, boolean())
     memory_breakdown: bool = setting(False, boolean())
     dump_state: bool = setting(False, boolean())
     log_level: str | None = setting(None, optional(text()))
     dataloader_drop_last: bool = setting(False, boolean())
     vocabulary_size: int | None = setting(None, optional(integer(1)))
+    xla_preset: str | None = setting(None, optional(choice("latency", "memory", "deterministic")))
+    memory: Memory = field(default_factory=Memory, metadata=block(Memory))
     flops_profiler: FlopsProfiler = field(default_factory=FlopsProfiler, metadata=block(FlopsProfiler))
     tensorboard: FileMonitor = field(default_factory=FileMonitor, metadata=block(FileMonitor))
     csv_monitor: FileMonitor = field(default_factory=FileMonitor, metadata=block(FileMonitor))
     wandb: WandbMonitor = field(default_factory=WandbMonitor, metadata=block(WandbMonitor))
     timers: Timers = field(default_factory=Timers, metadata=block(Timers))
     checkpoint: Checkpoint = field(default_factory=Checkpoint, metadata=block(Checkpoint))
-    comet: bool = setting(False, asked_for())
+    comet: CometMonitor = field(default_factory=CometMonitor, metadata=block(CometMonitor))
     comms_logger: bool = setting(False, asked_for())
     aio: bool = setting(False, asked_for())
     compile: bool = setting(False, asked_for())

@@ -7,7 +7,7 @@ no outer braces), and base64 of such text is read, too.
 import base64
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,16 @@ def plain_object(source: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise ConfigError(
             f"cannot load the configuration {name}", [f"blocks are nested too deeply. {way_out}"]
         ) from None
+
+
+def without(source: Mapping[str, Any], paths: Collection[str], path: str = "") -> dict[str, Any]:
+    """A copy of an object without the keys at some paths."""
+    rest = {}
+    for key, value in source.items():
+        here = joined(path, key)
+        if here not in paths:
+            rest[key] = without(value, paths, here) if isinstance(value, Mapping) else value
+    return rest
 
 
 def _plain(value: Any) -> Any:

@@ -5,16 +5,21 @@ engine cannot do yet is translated, too; `rules.not_yet` names it, and `initiali
 """
 
 import dataclasses
+import sys
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from zero2jax.activations.layers import ActivationSettings
 from zero2jax.base.mesh import MODEL_AXIS, DataAxes
 from zero2jax.base.pytrees import LeafPredicate
-from zero2jax.config.compiler_options import Option, compiler_options
-from zero2jax.config.schema import FP16, ActivationCheckpointing, Config
+from zero2jax.config.compiler_options import compiler_options
+from zero2jax.config.rules import param_device
+from zero2jax.config.schema import FP16, ActivationCheckpointing, Config, OffloadOptimizer
 from zero2jax.config.values import ConfigError
+from zero2jax.memory.configure import MemorySettings
+from zero2jax.memory.step_options import installed_options, preset_options
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.zero.loss_scale import LossScale
 from zero2jax.zero.precision import Precision
@@ -31,6 +36,7 @@ class EngineSettings:
       config: the configuration.
       step: what is fixed about a step.
       offload: whether masters and optimizer state are stored in host memory, and how; None for on the devices.
+      memory: how a GPU's client allocates.
       activations: what is saved of the layers for backward; None if the configuration has nothing of it switched on,
         for then the model's own checkpoints stay as they are.
     """
@@ -38,6 +44,7 @@ class EngineSettings:
     config: Config
     step: StepSettings
     offload: OffloadSettings | None
+    memory: MemorySettings
     activations: ActivationSettings | None
 
     @property
@@ -47,10 +54,18 @@ class EngineSettings:
         values = {name: getattr(self.step, name) for name in names}
         return {**values, "shard_over_replicas": self.step.axes.rest_over_replicas}
 
-    def compiler_options(self, platform: str, num_params: int) -> dict[str, Option]:
-        """The XLA options of the step; warns where `platform` has none of those that the file sets."""
+    def compiler_options(
+        self, platform: str, num_params: int, device: jax.Device | None = None
+    ) -> dict[str, Any]:
+        """The XLA options of the step; warns where `platform` has none of those that the file sets.
+
+        Of the preset that the file names only what the compiler for `device` has, if one is given.
+        """
+        preset, name = dict[str, Any](), self.config.xla_preset
+        if name is not None:
+            preset = preset_options(name, platform) if device is None else installed_options(name, device)
         itemsize = jnp.dtype(self.step.precision.compute_dtype).itemsize
-        return compiler_options(self.config, platform, num_params * itemsize)
+        return compiler_options(self.config, platform, num_params * itemsize, preset)
 
 
 def translate(
@@ -83,7 +98,9 @@ def translate(
     if zero.zero_hpz_partition_size > 1 and axes.replica is not None and zero.stage > 0:
         axes = dataclasses.replace(axes, rest_over_replicas=True)
     batch_size, num_microbatches = batch_of(config, num_batch_shards, shards_from)
+    most = zero.stage3_model_persistence_threshold
     reduced, accumulated = config.communication_data_type, config.data_types.grad_accum_dtype
+    masters = _masters(config)
     step = StepSettings(
         stage=zero.stage,
         num_microbatches=num_microbatches,
@@ -91,22 +108,53 @@ def translate(
         precision=Precision(
             compute_dtype=DTYPES[config.compute_dtype],
             reduce_dtype=None if reduced is None else DTYPES[reduced],
-            accumulate_dtype=DTYPES[accumulated or "fp32"],
+            accumulate_dtype=DTYPES[accumulated or masters],
             keep_fp32=keep_fp32,
+            master_dtype=DTYPES[masters],
+            state_dtype=DTYPES[
+                "bf16" if config.bf16.enabled and config.bf16.bf16_optimizer_states else "fp32"
+            ],
         ),
         clip_norm=config.gradient_clipping or None,
         reduction=config.gradient_allreduce_op,
         skip_nonfinite=config.bf16.enabled and config.bf16.check_grad_overflow,
         loss_scale=_loss_scale(config.fp16),
         gather=gather,
+        unused="warn" if zero.ignore_unused_parameters else "error",
+        max_kept_size=zero.stage3_param_persistence_threshold,
+        max_kept_total=None if most == sys.maxsize else most,
         seed=seed,
         axes=axes,
     )
-    block = zero.offload_optimizer
-    offload = None
-    if block is not None and block.device != "none" and block.ratio > 0:
-        offload = OffloadSettings(ratio=block.ratio)
-    return EngineSettings(config=config, step=step, offload=offload, activations=activations_of(config))
+    return EngineSettings(
+        config=config,
+        step=step,
+        offload=_offload(zero.offload_optimizer, params=param_device(config) == "cpu"),
+        memory=config.memory.settings,
+        activations=activations_of(config),
+    )
+
+
+def _masters(config: Config) -> str:
+    if config.fp16.enabled and config.fp16.fp16_master_weights_and_grads:
+        return "fp16"
+    return "bf16" if config.bf16.enabled and config.bf16.bf16_master_weights_and_grads else "fp32"
+
+
+def _offload(block: OffloadOptimizer | None, *, params: bool) -> OffloadSettings | None:
+    """What `offload_optimizer` asks for; None for all on the devices."""
+    if block is None or block.device == "none" or block.ratio == 0:
+        return None
+    budget: dict[str, Any] = {"ratio": "auto", "device_bytes": block.device_bytes}
+    common = (budget if block.device_bytes else {"ratio": block.ratio}) | {
+        "delay_after": block.delay_after,
+        "params": params,
+    }
+    if block.device == "cpu":
+        return OffloadSettings(**common)
+    # what is read ahead and what is written behind has buffers of its own
+    buffers = max(1, block.buffer_count) * (1 + block.pipeline_read + block.pipeline_write)
+    return OffloadSettings(**common, nvme_path=block.nvme_path, buffer_count=buffers)
 
 
 def _loss_scale(block: FP16) -> LossScale | None:

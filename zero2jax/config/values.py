@@ -4,17 +4,14 @@ A `Rule` has type, range and wording; what is wrong goes to a `Report` instead o
 """
 
 import dataclasses
-import inspect
 import math
-import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+from zero2jax.base import notices
 
 _LONGEST_NAME = 80
-_FP32_MAX = 3.4028234663852886e38
+_FP32_MAX, _FP32_MIN = 3.4028234663852886e38, 1.1754943508222875e-38
 _MOST_STEPS = (1 << 30) - 1  # two of them, a cycle's halves, fit into the counter's 32 bits
 
 
@@ -35,15 +32,8 @@ class ConfigWarning(UserWarning):
 
 
 def warn(message: str) -> None:
-    """Give a `ConfigWarning` that points at the line which called this library, however deep in it the cause lies."""
-    frame, here, level = inspect.currentframe(), 1, 1
-    # Others stand in between: a cached property, a function under jit. The outermost frame of ours counts.
-    while frame is not None:
-        here += 1
-        if frame.f_code.co_filename.startswith(_PACKAGE):
-            level = here
-        frame = frame.f_back
-    warnings.warn(message, ConfigWarning, stacklevel=level)
+    """Give a `ConfigWarning` that points at the line which called this library."""
+    notices.warn(message, ConfigWarning)
 
 
 class Refused(ValueError):
@@ -204,6 +194,21 @@ def number(
     return Rule(" ".join(["a number", " and ".join(limits)]).strip(), convert)
 
 
+def norm() -> Rule:
+    """A norm that gradients are clipped to, or 0 for none; less than fp32's smallest normal number would be 0, too."""
+    rule = number(0.0)
+
+    def convert(value: Any) -> float:
+        x: float = rule.convert(value)
+        if 0 < x < _FP32_MIN:
+            raise Refused(
+                f"0, for no clipping, or at least {_FP32_MIN}: less is 0 in fp32, and every update would be"
+            )
+        return x
+
+    return Rule(rule.text, convert)
+
+
 def steps(low: int) -> Rule:
     """A number of steps of at least `low`, which the 32 bits of a step counter hold."""
     rule = integer(low)
@@ -263,6 +268,20 @@ def anything() -> Rule:
         return value
 
     return Rule("a single value", convert)
+
+
+def interval() -> Rule:
+    """A number of steps between two of a kind; 0, null and infinity, which libraries write for never, are 0."""
+
+    def convert(value: Any) -> int:
+        if value is None or (
+            isinstance(value, (float, str)) and str(value).strip().lower() in ("inf", "infinity")
+        ):
+            return 0
+        number: int = integer(0).convert(value)
+        return number
+
+    return Rule("an integer of at least 0, or null", convert)
 
 
 def optional(rule: Rule) -> Rule:

@@ -7,7 +7,8 @@ knows how many there are, and which it is.
 import json
 import re
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zero2jax.processes.addresses import DEFAULT_PORT, parse_coordinator
@@ -31,6 +32,7 @@ class Job:
     hostfile: Path | None = None
     coordinator_host: str | None = None
     hosts: tuple[str, ...] = ()  # those of the hostfile to use, if not all
+    variables: Mapping[str, str] = field(default_factory=dict)  # more of the environment of each process
 
     @property
     def name(self) -> str:
@@ -66,7 +68,7 @@ def slurm_script(job: Job) -> str:
         'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
         f"export {_NEW_TOKEN}",
-        *_cpu_exports(job),
+        *_exports(job),
         *([] if logs is None else [f"mkdir -p {logs}"]),
         "",
         f"srun --kill-on-bad-exit=1{output} {_with_devices(job, 'SLURM_LOCALID')}",
@@ -88,15 +90,16 @@ def mpi_command(job: Job) -> str:
     if job.logs is not None:
         words.append(f"--output-filename {shlex.quote(str(job.logs))}")
     exports = [TOKEN, f"MASTER_ADDR={host}", f"MASTER_PORT={port or DEFAULT_PORT}"]
-    exports += [line.removeprefix("export ") for line in _cpu_exports(job)]
+    exports += [line.removeprefix("export ") for line in _exports(job)]
     words += [f"-x {export}" for export in exports]
     return " ".join(words) + f" {_with_devices(job, 'OMPI_COMM_WORLD_LOCAL_RANK')}\n"
 
 
-def _cpu_exports(job: Job) -> list[str]:
-    if job.platform == "gpu":
-        return []
-    return ["export JAX_PLATFORMS=cpu", f"export JAX_NUM_CPU_DEVICES={job.devices_per_process}"]
+def _exports(job: Job) -> list[str]:
+    variables = dict(job.variables)
+    if job.platform != "gpu":
+        variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(job.devices_per_process)}
+    return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
 
 
 def _with_devices(job: Job, local_index: str) -> str:
@@ -160,6 +163,8 @@ spec:
                       key: token
                       optional: true
 """
+    for name, value in job.variables.items():
+        manifest += f"                - name: {name}\n                  value: {json.dumps(value)}\n"
     gpus = f"""                resources:
                   limits:
                     nvidia.com/gpu: {job.processes_per_host * job.devices_per_process}

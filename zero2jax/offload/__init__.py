@@ -1,4 +1,4 @@
-"""ZeRO-Offload: fp32 masters and optimizer state in host memory, and the optimizer's update there. Global arrays.
+"""ZeRO-Offload: fp32 masters and optimizer state in host memory, updated there or on the devices. Global arrays.
 
 One step at any stage, P parameters over N devices, mixed-precision Adam:
 
@@ -10,6 +10,10 @@ One step at any stage, P parameters over N devices, mixed-precision Adam:
       └── gradient shards, 2 P/N bytes down ──▶ optax, compiled by XLA for the CPU
                                                                     │
     parameters, 16 bit  ◀── shards, 2 P/N bytes up ◀── masters, moments, 16-bit copies
+
+Or the devices update what lies in the pinned host memory of their own: a chunk of masters and moments comes up, is
+updated and goes down again, 24 P/N bytes over the bus, and the host computes nothing. At stage 3 the 16-bit shards may
+lie there, too, between their uses.
 
 The state is a `TrainState` like any other: the same leaves, shapes and dtypes, stored on another mesh. So a checkpoint
 is read into either. The mesh of the host has a CPU device in the place of each device, and the same axes: the update
@@ -24,7 +28,19 @@ The files, in reading order:
   parts         which leaves can be updated apart from the others
   chunks        the host's half, a chunk of leaves at a time
   residents     which leaves stay on the devices, if not all go to the host
+  auto_ratio    how much the host must take, from a budget
   offloaded     both jitted, and what moves between them; stands in for `zero.compiled.Compiled`
+  blocks        an update done to some rows of a stack at a time
+  streams       an update on the devices of what lies in host memory, a chunk or a block at a time
+  streamed      that step, jitted; stands in for `offloaded`
+  delayed       the update beside the next step, which uses parameters one update older
+  rates         measured bandwidths, and what offloading adds to a step
+  disk_files    files that are written once and checksummed, in a locked folder of the process
+  disk_arrays   what stands for a leaf whose shards are files
+  disk_state    the files of a state, and the record of its last complete step
+  disk_space    whether disks and hosts have room for it
+  disk_offloaded        chunks read ahead and written behind the update
+  functions     which of them an engine has
   between       a state in host memory between two phases, of any engine
 
 Imports `base` and `zero`; `zero` never imports it. Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model

@@ -8,9 +8,10 @@ from collections.abc import Collection
 import jax
 from jax.sharding import Mesh
 
+from zero2jax.base.memories import HOST_MEMORY, in_host_memory, memory_kinds
 from zero2jax.base.mesh import moved
 from zero2jax.base.pytrees import PyTree
-from zero2jax.zero.state import HOST_MEMORY, Layout, TrainState
+from zero2jax.zero.state import Layout, TrainState
 
 PARTS = ("params", "opt_state")
 
@@ -28,7 +29,7 @@ def to_host(state: TrainState, layout: Layout, mesh: Mesh, include: Collection[s
             f"moving a state to host memory: it has no part {unknown[0]!r}. There are {', '.join(PARTS)}; step, "
             f"rng and loss_scale are a few bytes and stay."
         )
-    kinds = sorted({memory.kind for d in mesh.local_devices for memory in d.addressable_memories()})
+    kinds = memory_kinds(mesh)
     if HOST_MEMORY not in kinds:
         raise ValueError(
             f"moving a state to host memory: the devices have the memories {kinds} and no {HOST_MEMORY!r}. Use a newer "
@@ -38,9 +39,10 @@ def to_host(state: TrainState, layout: Layout, mesh: Mesh, include: Collection[s
 
     def part(tree: PyTree, rest: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(tree)
+        homes = [x.sharding for x in jax.tree.leaves(rest)]
         targets = [
-            x.sharding.with_memory_kind(HOST_MEMORY) if x.sharding.mesh == mesh else x.sharding
-            for x in jax.tree.leaves(rest)
+            in_host_memory(home) if home.mesh == mesh and isinstance(x, jax.Array) else home
+            for x, home in zip(leaves, homes, strict=True)
         ]
         there = moved(leaves, targets)
         for x, y in zip(leaves, there, strict=True):

@@ -10,9 +10,8 @@ from jax.sharding import NamedSharding
 
 from zero2jax.base import jaxprs
 from zero2jax.base.pytrees import PyTree
+from zero2jax.offload.host_memory import IN_FLIGHT
 from zero2jax.offload.parts import Part, Split, split_update
-
-_IN_FLIGHT = 2  # chunks whose gradients and copies are in host memory
 
 Move = Callable[[tuple[int, ...], list[jax.Array]], list[jax.Array]]
 """(indices of parameters, an array of each) -> the arrays elsewhere."""
@@ -62,6 +61,10 @@ class ChunkedUpdate:
       shardings: of its results.
       complete: whether copies are made, and what belongs to no part: shared leaves of the state, the learning rate.
       options: for the compiler.
+      in_flight: how many parts' gradients and copies may be in host memory at a time; None for all, waiting for none.
+
+    Attributes:
+      shared: indices of arguments, leaves of the state, that all parts read.
     """
 
     def __init__(
@@ -72,10 +75,12 @@ class ChunkedUpdate:
         *,
         complete: bool,
         options: Mapping[str, Any],
+        in_flight: int | None = IN_FLIGHT,
     ):
+        self._in_flight = in_flight
         self._flat, self._shardings, self._complete = flat, shardings, complete
-        shared = [flat.num_params + j for j in split.shared]
-        more = [*shared, *range(flat.copies_at + flat.num_params, flat.num_results)]
+        self.shared = [flat.num_params + j for j in split.shared]
+        more = [*self.shared, *range(flat.copies_at + flat.num_params, flat.num_results)]
         self._parts: list[tuple[Part, _Program]] = []
         for k, part in enumerate(split.parts):
             own = [*part.params, *[flat.num_params + j for j in part.state]]
@@ -113,26 +118,35 @@ class ChunkedUpdate:
           down: brings gradients to the host; None leaves them where they are.
           up: brings copies to the devices, likewise.
         """
-        at = self._flat.copies_at
         results: dict[int, Any] = {}
         in_flight: collections.deque[list[jax.Array]] = collections.deque()
-        for part, program in self._parts:
-            if len(in_flight) == _IN_FLIGHT:
+        for k in range(len(self._parts)):
+            if len(in_flight) == self._in_flight:
                 jax.block_until_ready(in_flight.popleft())
-            grads = [sums[i] for i in part.params]
-            for i, x in zip(part.params, grads if down is None else down(part.params, grads), strict=True):
-                values[at + i], sums[i] = x, None
-            del grads
-            made = program(values)
-            for i in part.params:
-                values[at + i] = None
+            made, sent = self.update_part(k, values, sums, down, up)
             if self._complete:
-                copies = [made[at + i] for i in part.params]
-                sent = copies if up is None else up(part.params, copies)
                 in_flight.append(sent)  # there, so no longer in host memory
-                made |= {at + i: x for i, x in zip(part.params, sent, strict=True)}
             results |= made
         return results
+
+    def update_part(
+        self, k: int, values: list[Any], sums: list[Any], down: Move | None, up: Move | None
+    ) -> tuple[dict[int, jax.Array], list[jax.Array]]:
+        """The results of one part, as `__call__`, and the copies among them."""
+        at = self._flat.copies_at
+        part, program = self._parts[k]
+        grads = [sums[i] for i in part.params]
+        for i, x in zip(part.params, grads if down is None else down(part.params, grads), strict=True):
+            values[at + i], sums[i] = x, None
+        del grads
+        made = program(values)
+        for i in part.params:
+            values[at + i] = None
+        if not self._complete:
+            return made, []
+        copies = [made[at + i] for i in part.params]
+        sent = copies if up is None else up(part.params, copies)
+        return made | {at + i: x for i, x in zip(part.params, sent, strict=True)}, sent
 
 
 class _Program:

@@ -1,6 +1,5 @@
 """Whether the memory of a host suffices, before anything is placed there. Arithmetic on shapes, and what Linux says."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,42 +7,100 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zero2jax.base.tables import readable_bytes
+from zero2jax.offload.parts import Split
 from zero2jax.zero.gradient_settings import GradientSettings
 from zero2jax.zero.shard_plan import ShardPlan
 from zero2jax.zero.state import Layout
 
 MIB = 2**20
+IN_FLIGHT = 2
+"""Chunks whose gradients and copies are in host memory at a time."""
 
 
 def state_bytes(layout: Layout, mesh: Mesh, *, resident: bool = False) -> tuple[int, int]:
     """(masters, optimizer state) that the host, or the device itself, stores for one device, padding included."""
 
     def stored(plan: ShardPlan, on_device: frozenset[int]) -> int:
-        sizes = [leaf.rest_bytes // leaf.num_model_shards(mesh) for leaf in plan.leaves]
+        sizes = [leaf.device_bytes(mesh) for leaf in plan.leaves]
         return sum(size for i, size in enumerate(sizes) if (i in on_device) == resident)
 
     params = stored(layout.trained_params, layout.resident_params)
     return params, stored(layout.opt_state, layout.resident_state)
 
 
+def param_bytes(layout: Layout, mesh: Mesh) -> list[int]:
+    """Masters of each trainable parameter on one device."""
+    return [leaf.device_bytes(mesh) for leaf in layout.trained_params.leaves]
+
+
 def transfer_bytes(layout: Layout, settings: GradientSettings, mesh: Mesh) -> tuple[int, int]:
-    """(gradients that go down, parameters that come up) per device and step, padding included."""
-    down = up = 0
+    """(what goes down, what comes up) per device and step, padding included.
+
+    Gradients and parameters; or, where the devices update, the state both ways. Parameters that the loss fetches
+    itself are counted by `fetched_bytes`.
+    """
+    exchanged = _exchanged(layout, settings, mesh).values()
+    down, up = (sum(sizes) for sizes in zip(*exchanged, strict=True)) if exchanged else (0, 0)
+    if layout.pinned_state:
+        state = sum(state_bytes(layout, mesh))
+        return state + (up if layout.pinned_params else 0), state
+    return down, 0 if layout.pinned_params else up
+
+
+def _exchanged(layout: Layout, settings: GradientSettings, mesh: Mesh) -> dict[int, tuple[int, int]]:
+    """(gradient, copy) in bytes per device of each trainable parameter whose master is on the host, by index."""
+    sizes = {}
     for k, i in enumerate(settings.trained):
-        if k in layout.resident_params:
-            continue
         leaf = settings.plan.leaves[i]
-        size = math.prod(leaf.rest_shape) // leaf.num_model_shards(mesh)
-        size //= 1 if leaf.dim is None else leaf.num_shards
-        down += size * int(settings.gradient_dtype(i).itemsize)
-        up += size * int(settings.compute_dtype(i).itemsize)
-    return down, up
+        elements = leaf.device_bytes(mesh) // int(leaf.dtype.itemsize)
+        dtypes = settings.sum_dtype(i), settings.compute_dtype(i)
+        if k not in layout.resident_params:
+            sizes[k] = (elements * int(dtypes[0].itemsize), elements * int(dtypes[1].itemsize))
+    return sizes
 
 
-def needed_bytes(layout: Layout, settings: GradientSettings, mesh: Mesh) -> int:
-    """What the devices of this process need on their host: the state, and a step's gradients and copies."""
-    per_device = sum(state_bytes(layout, mesh)) + sum(transfer_bytes(layout, settings, mesh))
-    return per_device * len(mesh.local_devices)
+def pinned_param_bytes(layout: Layout, settings: GradientSettings, mesh: Mesh) -> int:
+    """Parameters in the computed dtype that lie in pinned host memory, per device."""
+    copies = sum(up for _, up in _exchanged(layout, settings, mesh).values())
+    return copies if layout.pinned_params else 0
+
+
+def fetched_bytes(layout: Layout, settings: GradientSettings, mesh: Mesh) -> int:
+    """Parameters that come up for the loss in a step, per device, at most: for forward and again for backward."""
+    return 2 * settings.step.num_microbatches * pinned_param_bytes(layout, settings, mesh)
+
+
+def staged_bytes(
+    layout: Layout, settings: GradientSettings, mesh: Mesh, split: Split | None, chunk_bytes: int
+) -> int:
+    """Gradients and copies that are in host memory at a time, per device: those of two neighbouring chunks.
+
+    Args:
+      layout: of the state.
+      settings: of the step.
+      mesh: of the devices.
+      split: the parts of the update; None where they are not known: then all of them.
+      chunk_bytes: see `OffloadSettings`.
+    """
+    if layout.pinned_state:
+        return 0
+    sizes = {k: sum(both) for k, both in _exchanged(layout, settings, mesh).items()}
+    if split is None:
+        return sum(sizes.values())
+    chunks = split.only(frozenset(sizes)).joined(param_bytes(layout, mesh), chunk_bytes).parts
+    held = [sum(sizes[k] for k in chunk.params) for chunk in chunks]
+    return max((sum(held[i : i + IN_FLIGHT]) for i in range(len(held))), default=0)
+
+
+def needed_bytes(layout: Layout, settings: GradientSettings, mesh: Mesh, staged: int | None = None) -> int:
+    """What the devices of this process need on their host.
+
+    The state, pinned parameters, and what is `staged` of a step's gradients and copies; None: all of them.
+    """
+    if staged is None:
+        staged = staged_bytes(layout, settings, mesh, None, 0)
+    stored = sum(state_bytes(layout, mesh)) + pinned_param_bytes(layout, settings, mesh)
+    return (stored + staged) * len(mesh.local_devices)
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
@@ -54,14 +111,25 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
         limits += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
     except (OSError, ValueError, IndexError):
         pass
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        if limit != "max":
-            used = int((cgroup / "memory.current").read_text()) - _file_bytes(cgroup)
-            limits.append(int(limit) - used)
-    except (OSError, ValueError):
-        pass
+    for group in _groups(proc, cgroup):
+        try:
+            limit = (group / "memory.max").read_text().strip()
+            if limit != "max":
+                used = int((group / "memory.current").read_text()) - _file_bytes(group)
+                limits.append(int(limit) - used)
+        except (OSError, ValueError):
+            pass
     return min(limits, default=None)
+
+
+def _groups(proc: Path, cgroup: Path) -> list[Path]:
+    """The control groups that this process is in, from the root on: each may have a limit."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+        own = next(Path(line[3:].lstrip("/")) for line in lines if line.startswith("0::"))
+    except (OSError, StopIteration):
+        own = Path()
+    return [cgroup / parent for parent in reversed([own, *own.parents])]
 
 
 def _file_bytes(cgroup: Path) -> int:
@@ -73,10 +141,12 @@ def _file_bytes(cgroup: Path) -> int:
         return 0
 
 
-def memory_row(layout: Layout, settings: GradientSettings, mesh: Mesh) -> np.ndarray:
+def memory_row(
+    layout: Layout, settings: GradientSettings, mesh: Mesh, staged: int | None = None
+) -> np.ndarray:
     """(MiB that this process needs, MiB available to it or -1), int32, for `check_hosts`."""
     available = available_bytes()
-    needed = -(-needed_bytes(layout, settings, mesh) // MIB)
+    needed = -(-needed_bytes(layout, settings, mesh, staged) // MIB)
     return np.array([needed, -1 if available is None else available // MIB], np.int32)
 
 

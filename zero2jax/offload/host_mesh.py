@@ -6,23 +6,33 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from zero2jax.base.memories import HOST_MEMORY, has_host_memory, memory_kinds
 from zero2jax.offload.settings import OffloadSettings
 
 
 def host_mesh(mesh: Mesh, settings: OffloadSettings) -> Mesh:
     """A mesh of CPU devices with the axes of `mesh`, each in the process of the device in whose place it is.
 
-    A mesh of CPU devices is its own, and so is one of devices that are only compiled for, if `settings` name no others.
+    A mesh of CPU devices is its own, and so is one of devices that are only compiled for, if `settings` name no others;
+    and any mesh whose devices update what lies in their pinned host memory.
 
     Raises:
       TypeError: the settings are none.
-      ValueError: a process has fewer CPU devices than devices in the mesh.
+      ValueError: a process has fewer CPU devices than devices in the mesh; the devices have no pinned host memory.
     """
     if not isinstance(settings, OffloadSettings):
         raise TypeError(
             f"offloading to host memory: offload is {settings!r}; it is zero2jax.OffloadSettings(), with all of its "
             f"defaults if need be, or None."
         )
+    pinned = settings.params or settings.update_on == "device"
+    if pinned and not has_host_memory(mesh):
+        raise ValueError(
+            f"offloading to pinned host memory: the devices have the memories {memory_kinds(mesh)} and no "
+            f"{HOST_MEMORY!r}. Use a newer jax, or OffloadSettings() without update_on and params."
+        )
+    if settings.update_on == "device":
+        return mesh
     local = mesh.local_devices or list(mesh.devices.flat)
     if settings.host_devices is None and (local[0].platform == "cpu" or not local[0].addressable_memories()):
         return mesh

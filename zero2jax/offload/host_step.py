@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from zero2jax.base.pytrees import PyTree
 from zero2jax.base.transformation import learning_rate
-from zero2jax.zero.prepare import chosen, for_optimizer, judged
+from zero2jax.zero.prepare import chosen, for_optimizer, judged, updated
 from zero2jax.zero.state import TrainState, pad, store_frozen, unpad
 from zero2jax.zero.step import Metrics, StepProgram
 
@@ -28,12 +28,14 @@ class Handed(NamedTuple):
       grad_norm: global norm of the gradient before clipping.
       applied: whether the step counts, a bool; None if every step does.
       loss: the mean loss, for optimizers that look at it.
+      rounding: key data of the step's stochastic rounding; None without.
     """
 
     factor: jax.Array
     grad_norm: jax.Array
     applied: jax.Array | None
     loss: jax.Array
+    rounding: jax.Array | None = None
 
 
 class Reduced(NamedTuple):
@@ -77,11 +79,21 @@ class HostStep:
         mean = program.mean_gradient(sums, factor, layout.trained(layout.params.tree))
         applied, metrics = judged(mean, totals, program.settings)
         loss_scale, scale_metrics = program.next_scale(state, metrics["applied"])
-        old = unpad(state.params, layout.params, mesh)
-        new = pad(chosen(applied, store_frozen(old, totals.frozen, layout), old), layout.params, mesh)
-        frozen = [x for x, t in zip(jax.tree.leaves(new), layout.trainable, strict=True) if not t]
+        # Of frozen leaves alone: the others may lie in host memory, where nothing is computed.
+        plan, kinds = layout.frozen_params, layout.trainable
+        leaves = [x for x, t in zip(jax.tree.leaves(state.params), kinds, strict=True) if not t]
+        unpadded = iter(unpad(leaves, plan, mesh))
+        old = layout.params.treedef.unflatten([None if t else next(unpadded) for t in kinds])
+        new = jax.tree.leaves(chosen(applied, store_frozen(old, totals.frozen, layout), old))
+        frozen = pad(new, plan, mesh)
         kept = state._replace(step=state.step + 1, params=frozen, loss_scale=loss_scale)
-        handed = Handed(factor=factor, grad_norm=metrics["grad_norm"], applied=applied, loss=metrics["loss"])
+        handed = Handed(
+            factor=factor,
+            grad_norm=metrics["grad_norm"],
+            applied=applied,
+            loss=metrics["loss"],
+            rounding=program.rounding(state),
+        )
         return Reduced(sums, handed, kept, metrics | scale_metrics)
 
     def update(
@@ -108,7 +120,8 @@ class HostStep:
         mean = on_host.mean_gradient(sums, handed.factor, old)
         grads = for_optimizer(mean, handed.grad_norm, program.settings)
         offered = {"value": handed.loss, "grad": mean}
-        new, new_state = on_host.updated(grads, old_state, old, handed.applied, extra_args, offered)
+        stored, key = (old, old_state), handed.rounding
+        new, new_state = updated(program.tx, layout, grads, stored, handed.applied, key, extra_args, offered)
         new = pad(new, layout.trained_params, home)
         return new, pad(new_state, layout.opt_state, home), self.copies(new), learning_rate(new_state)
 

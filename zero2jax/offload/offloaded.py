@@ -7,7 +7,7 @@ in the computed dtype come up. Python waits for none of it but, with several chu
 import dataclasses
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +18,13 @@ from jax.sharding import NamedSharding
 from zero2jax.base.mesh import moved, replicated
 from zero2jax.base.pytrees import PyTree, is_traced, shapes_of
 from zero2jax.offload.chunks import ChunkedUpdate, Flat
+from zero2jax.offload.host_memory import check_hosts, memory_row, param_bytes
 from zero2jax.offload.host_step import Handed, HostStep, Reduced
+from zero2jax.offload.parts import Split
+from zero2jax.offload.rates import Rates
+from zero2jax.offload.residents import in_host_memory_at_once
 from zero2jax.offload.settings import OffloadSettings
-from zero2jax.zero.compiled import Compiled, CompilerOptions
+from zero2jax.zero.compiled import Compiled, CompilerOptions, Gather
 from zero2jax.zero.state import TrainState, merge
 from zero2jax.zero.step import Metrics, StepProgram
 
@@ -35,14 +39,20 @@ class Offloaded(Compiled):
         self._halves = HostStep(program, program.layout.host)
         resident = program.layout.resident_params
         self._moving = [i for i in range(len(program.layout.trained_params.leaves)) if i not in resident]
-        self._copies = _Copies()
+        self._copies = CopiesOf()
 
     @property
     def step(self) -> "OffloadedStep":
         """`(state, batch, loss arguments, extra arguments) -> (state, metrics)`, the state donated."""
         if self._step is None:
-            self._step = OffloadedStep(self, self._halves, self._settings, self._compiler_options())
+            self._step = OffloadedStep(self, self._halves, self._settings, self.options)
         return self._step  # type: ignore[no-any-return]
+
+    def check_room(self, gather: Gather) -> None:
+        """Raise a ValueError if the processes of a host need more memory than it has."""
+        layout, settings, mesh = self.layout, self._program.settings, self._program.mesh
+        staged = in_host_memory_at_once(self._program, self._settings)
+        check_hosts(*gather(memory_row(layout, settings, mesh, staged)))
 
     def programs(self, state: TrainState, batch: PyTree, *more: PyTree) -> list[jax.stages.Lowered]:
         """What a step of these arguments runs, lowered: both halves."""
@@ -52,8 +62,8 @@ class Offloaded(Compiled):
     def step_inside(self) -> Any:
         """Refused: a program of the user's runs on devices alone."""
         raise ValueError(
-            "running a step inside of a program of yours (jax.jit, jax.lax.scan): this engine offloads, and its update "
-            "is a program of its own, of the host's CPU. Call engine.step outside of it, or build the engine without "
+            "running a step inside of a program of yours (jax.jit, jax.lax.scan): this engine offloads, and its step "
+            "moves arrays between programs of its own. Call engine.step outside of it, or build the engine without "
             "offload."
         )
 
@@ -65,23 +75,38 @@ class Offloaded(Compiled):
         return lambda params: full(plan.treedef.unflatten(moved(jax.tree.leaves(params), shardings)))
 
     def on_devices(self, state: TrainState) -> TrainState:
-        """What the loss needs of a state, on the devices: trainable parameters as copies in their computed dtype."""
+        """What the loss needs of a state: trainable parameters as copies in their computed dtype, where they wait."""
         if is_traced(state):
             _ = self.step_inside
         trained = jax.tree.leaves(self.layout.trained(state.params))
         copies = self._copies.of(trained)
         if copies is None:
-            homes = self.layout.homes(self._program.mesh)[0]
-            home = moved([trained[i] for i in self._moving], [homes[i] for i in self._moving])
-            there = jax.tree.leaves(self.layout.trained_params.shardings(self._program.mesh))
-            copies = moved(self._cast(home), [there[i] for i in self._moving])
-            self.keep_copies(trained, copies)
-        seen = dict(enumerate(trained)) | dict(zip(self._moving, copies, strict=True))
+            copies = self._sent_up(trained)
+            self._copies.keep(trained, copies)
+        return self._with_copies(state, copies)
+
+    def for_step(self, state: TrainState) -> TrainState:
+        """What the loss of a step needs of it."""
+        return self.on_devices(state)
+
+    def _with_copies(self, state: TrainState, copies: list[jax.Array]) -> TrainState:
+        trained = jax.tree.leaves(self.layout.trained(state.params))
+        homes = self.layout.homes(self._program.mesh)[0]
+        resident = [i for i in range(len(trained)) if i not in set(self._moving)]
+        here = moved([trained[i] for i in resident], [homes[i] for i in resident])
+        seen = dict(zip([*self._moving, *resident], [*copies, *here], strict=True))
         copies = [seen[i] for i in range(len(trained))]
         params = merge(copies, state.params, self.layout.trainable)
         return state._replace(params=params, opt_state=())
 
-    def keep_copies(self, masters: list[jax.Array], copies: list[jax.Array]) -> None:
+    def _sent_up(self, trained: Sequence[jax.Array]) -> list[jax.Array]:
+        """New copies, on the devices, of what the host stores."""
+        homes = self.layout.homes(self._program.mesh)[0]
+        home = moved([trained[i] for i in self._moving], [homes[i] for i in self._moving])
+        there = self.layout.copies(self._program.mesh)
+        return moved(self._cast(home), [there[i] for i in self._moving])
+
+    def after_step(self, masters: list[jax.Array], copies: list[jax.Array]) -> None:
         """Remember copies on the devices for as long as their masters are those of the state."""
         self._copies.keep(masters, copies)
 
@@ -92,13 +117,12 @@ class Offloaded(Compiled):
     def abstract_on_devices(self) -> TrainState:
         """Shapes, dtypes and shardings of what `on_devices` gives."""
         mesh, settings, layout = self._program.mesh, self._program.settings, self.layout
-        moving = {settings.trained[i] for i in self._moving}
         leaves, treedef = jax.tree.flatten(layout.params.rest_shapes(mesh))
-        dtype = lambda i, x: settings.compute_dtype(i) if i in moving else x.dtype
-        shapes = [
-            jax.ShapeDtypeStruct(x.shape, dtype(i, x), sharding=x.sharding) for i, x in enumerate(leaves)
-        ]
-        params = jax.tree.unflatten(treedef, shapes)
+        copies = layout.copies(mesh)
+        for k in self._moving:
+            i = settings.trained[k]
+            leaves[i] = jax.ShapeDtypeStruct(leaves[i].shape, settings.compute_dtype(i), sharding=copies[k])
+        params = jax.tree.unflatten(treedef, leaves)
         return layout.abstract_state(mesh)._replace(params=params, opt_state=())
 
     @functools.cached_property
@@ -114,6 +138,7 @@ class OffloadedStep:
     Attributes:
       reduce: `HostStep.reduced`, jitted for the devices; what it stores anew and the copies are given apart.
       update: `HostStep.update` in one piece, jitted for the host; masters and optimizer state are donated.
+      rates: measured of what moves, if it is.
     """
 
     def __init__(
@@ -125,12 +150,13 @@ class OffloadedStep:
         self._on_devices, self._on_host = replicated(program.mesh), replicated(layout.host)
         plan, everywhere = layout.trained_params, layout.abstract_state(program.mesh)
         self._device_sums = jax.tree.leaves(plan.shardings(program.mesh))
-        kept, _ = _apart(everywhere._replace(opt_state=()), layout.trainable)
+        self._device_copies = layout.copies(program.mesh)
+        kept, _ = apart(everywhere._replace(opt_state=()), layout.trainable)
 
         def step(
             state: TrainState, copies: list[jax.Array], batch: PyTree, loss_args: Mapping[str, PyTree]
         ) -> Reduced:
-            params = layout.params.treedef.unflatten(_joined(copies, state.params, layout.trainable))
+            params = layout.params.treedef.unflatten(joined(copies, state.params, layout.trainable))
             return halves.reduced(state._replace(params=params), batch, loss_args)
 
         self.reduce = jax.jit(
@@ -155,6 +181,7 @@ class OffloadedStep:
         self._halves, self._settings = halves, settings
         self._options = {k: v for k, v in options.items() if not k.startswith("xla_gpu")}
         self._device_options = options
+        self.rates = Rates() if settings.measure else None
         self._updates: dict[Any, tuple[ChunkedUpdate, ChunkedUpdate | None]] = {}
 
     def __call__(
@@ -167,9 +194,11 @@ class OffloadedStep:
         """See `Engine.step`."""
         layout, functions = self._layout, self._functions
         home = self._at_home(state)
-        there = functions.on_devices(state)
-        sums, handed, kept, metrics = self.reduce(*_apart(there, layout.trainable), batch, loss_args)
+        there = functions.for_step(state)
+        sums, handed, kept, metrics = self.reduce(*apart(there, layout.trainable), batch, loss_args)
         del there
+        if self.rates is not None:
+            self.rates.begin(metrics["loss"])
         functions.forget_copies()
         extra = dict(extra_args)
         on_host, on_devices = self._chunked(home, sums, handed, extra)
@@ -177,22 +206,25 @@ class OffloadedStep:
         results: dict[int, Any] = {}
         if on_devices is not None:
             values = self._values(home, handed, extra, self._on_devices)
-            shared = [i for i in range(num, at) if i - num not in layout.resident_state]
+            shared = on_devices.shared
             arrived = moved([values[i] for i in shared], [self._device_results[i] for i in shared])
             for i, x in zip(shared, arrived, strict=True):
                 values[i] = x
             results |= on_devices(values, sums)
         values = self._values(home, handed, extra, self._on_host)
         results |= on_host(values, sums, self._down, self._up)
+        if self.rates is not None:
+            self.rates.end()
+            metrics |= self.rates.metrics()
         for x in home:  # the few that no part alone could be given: scalars
             if not x.is_deleted():
                 x.delete()
         trained, opt_leaves = ([results[i] for i in range(*ends)] for ends in ((0, num), (num, at)))
-        functions.keep_copies(trained, [results[at + i] for i in range(num) if at + i in results])
+        functions.after_step(trained, [results[at + i] for i in range(num) if at + i in results])
         rate = results.get(at + num)
         if rate is not None:
             (rate,) = moved([rate], [self._on_devices])
-        params = layout.params.treedef.unflatten(_joined(trained, kept.params, layout.trainable))
+        params = layout.params.treedef.unflatten(joined(trained, kept.params, layout.trainable))
         opt_state = layout.opt_state.treedef.unflatten(opt_leaves)
         return kept._replace(params=params, opt_state=opt_state), metrics | {"learning_rate": rate}
 
@@ -214,10 +246,10 @@ class OffloadedStep:
             trained = jax.tree.unflatten(jax.tree.structure(layout.trained(layout.params.tree)), home[:num])
             shapes = shapes_of((trained, layout.opt_state.treedef.unflatten(home[num:]), sums, handed, extra))
             flat = Flat.of(self._halves.update, shapes)
-            split, sizes = flat.split(), [leaf.rest_bytes for leaf in layout.trained_params.leaves]
+            split, sizes = flat.split(), param_bytes(layout, self._halves.program.mesh)
             resident = layout.resident_params
             chunks = split.only(frozenset(range(num)) - resident).joined(sizes, self._settings.chunk_bytes)
-            on_host = ChunkedUpdate(flat, chunks, self._host_results, complete=True, options=self._options)
+            on_host = self._update_on_host(flat, chunks)
             on_devices = None
             if resident:
                 halves = dataclasses.replace(self._halves, home=self._halves.program.mesh)
@@ -231,11 +263,20 @@ class OffloadedStep:
             self._updates[key] = on_host, on_devices
         return self._updates[key]
 
+    def _update_on_host(self, flat: Flat, chunks: Split) -> ChunkedUpdate:
+        return ChunkedUpdate(flat, chunks, self._host_results, complete=True, options=self._options)
+
     def _down(self, which: tuple[int, ...], sums: list[jax.Array]) -> list[jax.Array]:
-        return moved(sums, [self._host_sums[i] for i in which])
+        arrived = moved(sums, [self._host_sums[i] for i in which])
+        if self.rates is not None:
+            self.rates.moving("down", sums, arrived)
+        return arrived
 
     def _up(self, which: tuple[int, ...], copies: list[jax.Array]) -> list[jax.Array]:
-        return moved(copies, [self._device_sums[i] for i in which])
+        sent = moved(copies, [self._device_copies[i] for i in which])
+        if self.rates is not None:
+            self.rates.moving("up", copies, sent)
+        return sent
 
     def _at_home(self, state: TrainState) -> list[jax.Array]:
         """Masters and leaves of the optimizer state where they are stored, if those of another engine are not yet."""
@@ -247,18 +288,18 @@ class OffloadedStep:
     ) -> jax.stages.Lowered:
         """The half that runs on the devices, lowered for a batch of these shapes; of `state` nothing is read."""
         there = self._functions.abstract_on_devices()
-        return self.reduce.lower(*_apart(there, self._layout.trainable), batch, loss_args)  # type: ignore[no-any-return]
+        return self.reduce.lower(*apart(there, self._layout.trainable), batch, loss_args)  # type: ignore[no-any-return]
 
     def lower_update(self, batch: PyTree, loss_args: PyTree, extra_args: PyTree) -> jax.stages.Lowered:
         """The half that runs on the host, lowered after the same batch."""
         there = self._functions.abstract_on_devices()
-        reduced = jax.eval_shape(self.reduce, *_apart(there, self._layout.trainable), batch, loss_args)
+        reduced = jax.eval_shape(self.reduce, *apart(there, self._layout.trainable), batch, loss_args)
         state = self._layout.abstract_state(self._on_devices.mesh)  # type: ignore[arg-type]
         shapes = (self._layout.trained(state.params), state.opt_state, reduced.sums, reduced.handed)
         return self.update.lower(*shapes_of(shapes), shapes_of(dict(extra_args)))  # type: ignore[no-any-return]
 
 
-def _apart(state: TrainState, trainable: tuple[bool, ...]) -> tuple[TrainState, list[jax.Array]]:
+def apart(state: TrainState, trainable: tuple[bool, ...]) -> tuple[TrainState, list[jax.Array]]:
     """What of a state on the devices a step stores anew, to be donated, its parameters a list of the frozen ones; and
     the copies, which are not donated.
     """
@@ -269,12 +310,13 @@ def _apart(state: TrainState, trainable: tuple[bool, ...]) -> tuple[TrainState, 
     return state._replace(params=frozen), copies
 
 
-def _joined(trained: list[Any], frozen: list[Any], trainable: tuple[bool, ...]) -> list[Any]:
+def joined(trained: list[Any], frozen: list[Any], trainable: tuple[bool, ...]) -> list[Any]:
+    """The leaves of all parameters from trainable and frozen ones."""
     of = {True: iter(trained), False: iter(frozen)}
     return [next(of[t]) for t in trainable]
 
 
-class _Copies:
+class CopiesOf:
     """What was sent up last, known by the very arrays that it was made of: other parameters are sent up anew."""
 
     def __init__(self) -> None:
@@ -282,13 +324,16 @@ class _Copies:
         self._copies: list[jax.Array] = []
 
     def of(self, masters: list[jax.Array]) -> list[jax.Array] | None:
+        """What was kept for these very arrays; None for others."""
         same = len(masters) == len(self._masters) and all(
             ref() is x for ref, x in zip(self._masters, masters, strict=True)
         )
         return self._copies if same else None
 
     def keep(self, masters: list[jax.Array], copies: list[jax.Array]) -> None:
+        """Keep copies in the place of what was kept."""
         self._masters, self._copies = [weakref.ref(x) for x in masters], copies
 
     def forget(self) -> None:
+        """Keep nothing."""
         self._masters, self._copies = [], []

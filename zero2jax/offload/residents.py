@@ -6,34 +6,63 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zero2jax.base.pytrees import shapes_of
+from zero2jax.base.transformation import MissingArgumentsError
 from zero2jax.offload.chunks import Flat
+from zero2jax.offload.host_memory import staged_bytes
 from zero2jax.offload.host_step import Handed, HostStep
+from zero2jax.offload.parts import Split
+from zero2jax.offload.settings import OffloadSettings
 from zero2jax.zero.state import Layout
 from zero2jax.zero.step import StepProgram
+
+
+def update_split(program: StepProgram) -> Split:
+    """The parts of the update of a program whose layout has a host.
+
+    Raises:
+      MissingArgumentsError: the optimizer takes arguments that only a step has.
+    """
+    layout, settings = program.layout, program.settings
+    assert layout.host is not None
+    shapes = layout.abstract_state(program.mesh)
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    handed: Any = (scalar, scalar, jax.ShapeDtypeStruct((), jnp.bool_), scalar)
+    sums = [
+        jax.ShapeDtypeStruct(settings.plan.leaves[i].rest_shape, settings.sum_dtype(i))
+        for i in settings.trained
+    ]
+    args = (layout.trained(shapes.params), shapes.opt_state, sums, Handed(*handed), dict[str, Any]())
+    return Flat.of(HostStep(program, layout.host).update, shapes_of(args)).split()
 
 
 def with_residents(program: StepProgram, ratio: float) -> Layout:
     """The program's layout, its host storing about `ratio` of the bytes of masters and optimizer state.
 
     Leaves that the optimizer ties together go together; what depends on no gradient, a few scalars, is on the host.
+    Where the devices update, they keep all scalars.
 
     Raises:
-      ValueError: the optimizer ties all leaves together, so there is no part.
+      ValueError: the optimizer ties all leaves together, so there is no part; or it takes arguments of a step.
     """
-    layout, settings, home = program.layout, program.settings, program.layout.host
-    if ratio == 1 or home is None:
+    layout = program.layout
+    if layout.pinned_state:
+        scalars = lambda plan: frozenset(i for i, leaf in enumerate(plan.leaves) if not leaf.shape)
+        params, state = scalars(layout.trained_params), scalars(layout.opt_state)
+        layout = dataclasses.replace(layout, resident_params=params, resident_state=state)
+    if ratio == 1:
         return layout
-    shapes = layout.abstract_state(program.mesh)
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    handed: Any = (scalar, scalar, jax.ShapeDtypeStruct((), jnp.bool_), scalar)
-    sums = [
-        jax.ShapeDtypeStruct(settings.plan.leaves[i].rest_shape, settings.gradient_dtype(i))
-        for i in settings.trained
-    ]
-    args = (layout.trained(shapes.params), shapes.opt_state, sums, Handed(*handed), dict[str, Any]())
-    whole = Flat.of(HostStep(program, home).update, args).split()
-    param_bytes = [leaf.rest_bytes for leaf in layout.trained_params.leaves]
-    state_bytes = [leaf.rest_bytes for leaf in layout.opt_state.leaves]
+    try:
+        whole = update_split(program)
+    except MissingArgumentsError as error:
+        raise ValueError(
+            f"offloading {ratio:g} of the state: which leaves go is decided before the first step, and the optimizer "
+            f"takes arguments that only a step has. Give them defaults in its update, or offload all of it: ratio=1."
+        ) from error
+    param_bytes, state_bytes = (
+        [leaf.device_bytes(program.mesh) for leaf in plan.leaves]
+        for plan in (layout.trained_params, layout.opt_state)
+    )
     if len(whole.parts) < 2:
         raise ValueError(
             f"offloading {ratio:g} of the state: the optimizer updates no leaf apart from the others, for it looks at "
@@ -44,6 +73,17 @@ def with_residents(program: StepProgram, ratio: float) -> Layout:
     resident = whole.parts[len(on_host) :]
     return dataclasses.replace(
         layout,
-        resident_params=frozenset(i for part in resident for i in part.params),
-        resident_state=frozenset(j for part in resident for j in part.state),
+        resident_params=layout.resident_params.union(i for part in resident for i in part.params),
+        resident_state=layout.resident_state.union(j for part in resident for j in part.state),
     )
+
+
+def in_host_memory_at_once(program: StepProgram, settings: OffloadSettings) -> int:
+    """Bytes per device of the gradients and copies of a step that are in host memory at a time; see `staged_bytes`."""
+    layout = program.layout
+    at_once = layout.pinned_state or settings.delay_after is not None  # which waits for no chunk
+    try:
+        split = None if at_once else update_split(program)
+    except MissingArgumentsError:
+        split = None
+    return staged_bytes(layout, program.settings, program.mesh, split, settings.chunk_bytes)

@@ -20,11 +20,12 @@ from jax.stages import Compiled, Lowered
 
 from zero2jax.base.batches import check_batch
 from zero2jax.base.losses import LossFn
-from zero2jax.base.pytrees import PyTree
+from zero2jax.base.pytrees import LeafPredicate, PyTree
 from zero2jax.base.tables import readable_bytes
 from zero2jax.config.initialize import initialize
 from zero2jax.config.reading import Source, read_config
 from zero2jax.engine import Engine
+from zero2jax.offload.settings import OffloadSettings
 from zero2jax.planning.offload_plan import offload_plan
 from zero2jax.planning.report import PlanReport, class_rows, shortened
 from zero2jax.planning.targets import DEVICES_PER_HOST, MEMORY_FRACTION, Target, get_target, target_mesh
@@ -49,7 +50,9 @@ class Program:
       batch: shapes of a global batch, of all devices and microbatches of one step.
       tx: optax transformation; None takes the `optimizer` block of the configuration.
       param_specs: PartitionSpecs for mesh axes other than the data axis.
+      offload: what is stored in host memory; None takes what the configuration says.
       notes: what reports about it should say.
+      trainable: as for `initialize`: what is not trainable has neither gradient nor optimizer state.
     """
 
     loss_fn: LossFn
@@ -57,7 +60,9 @@ class Program:
     batch: PyTree
     tx: optax.GradientTransformation | None = None
     param_specs: PyTree | None = None
+    offload: OffloadSettings | None = None
     notes: tuple[str, ...] = ()
+    trainable: PyTree | LeafPredicate | None = None
 
     @property
     def batch_size(self) -> int:
@@ -136,6 +141,8 @@ def plan(
     axes: Mapping[str, int],
     target: str | Target,
     param_specs: PyTree | None = None,
+    trainable: PyTree | LeafPredicate | None = None,
+    offload: OffloadSettings | None = None,
     devices_per_host: int = DEVICES_PER_HOST,
     memory_fraction: float = MEMORY_FRACTION,
     in_node_bytes_per_s: float | None = None,
@@ -144,7 +151,7 @@ def plan(
     """Compile the training step for a target, which need not be here, and report what it takes.
 
     Args:
-      loss_fn: as for `initialize`, like `tx`, `config` and `param_specs`.
+      loss_fn: as for `initialize`, like `tx`, `config`, `param_specs` and `trainable`.
       params: shapes of the parameters, or parameters.
       batch: shapes of a global batch, of all devices and microbatches of one step.
       tx: optax transformation; None takes the one of the configuration.
@@ -153,6 +160,7 @@ def plan(
       target: `"v100-32gb"`, `"a100-80gb"`, `"h100-80gb"`, `"h200"`, `"b200"`: needs the CUDA compiler's packages and
         no GPU; `"local"`: the devices here; `"cpu"`: simulated CPU devices; or a `Target` of your own.
       param_specs: PartitionSpecs for the mesh axes other than the data axis.
+      offload: as for `initialize`; by default what the configuration says.
       devices_per_host: devices of one host.
       memory_fraction: part of a device's memory that the program may use; what is left over is for the CUDA
         context, NCCL, cuDNN and cuBLAS; what `XLA_CLIENT_MEM_FRACTION` will be.
@@ -172,7 +180,7 @@ def plan(
     """
     chosen = get_target(target).with_rates(in_node_bytes_per_s, across_bytes_per_s)
     settings = PlanSettings(dict(axes), chosen, devices_per_host, memory_fraction)
-    program = Program(loss_fn, params, batch, tx, param_specs)
+    program = Program(loss_fn, params, batch, tx, param_specs, offload=offload, trainable=trainable)
     return compile_plan(lower_plan(prepare_plan(program, config, settings)))
 
 
@@ -181,7 +189,15 @@ def prepare_plan(program: Program, config: Source | None, settings: PlanSettings
     mesh = target_mesh(settings.target, settings.axes, settings.devices_per_host)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        engine = initialize(program.loss_fn, program.tx, config, mesh, param_specs=program.param_specs)
+        engine = initialize(
+            program.loss_fn,
+            program.tx,
+            config,
+            mesh,
+            param_specs=program.param_specs,
+            trainable=program.trainable,
+            offload=program.offload,
+        )
     if not settings.target.has_bf16 and engine.precision.compute_dtype == jnp.bfloat16:
         raise ValueError(
             f"planning for {settings.target.name}: it has no bf16 arithmetic, and the step computes in bf16. Compute "
@@ -261,6 +277,7 @@ def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanRepor
         ),
         rates_known=rates_known,
         compile_s=compile_s,
+        compiler_options=engine.compiler_options,
         notes=(),
     )
     limits = _limits(step, lifetimes.peak.total_bytes, read.memory.total_bytes)
@@ -278,9 +295,9 @@ def _formulas(engine: Engine, settings: GradientSettings) -> dict[str, Formula]:
 def _argument_class(name: str) -> str:
     if name.startswith("copies"):
         return PARAMETERS
-    if name.startswith("state.params"):
+    if name.startswith(("state.params", "masters")):
         return MASTER
-    return OPTIMIZER if name.startswith("state.opt_state") else OTHER
+    return OPTIMIZER if name.startswith(("state.opt_state", "opt_state")) else OTHER
 
 
 def _local_limit(target: Target, mesh: Mesh) -> int | None:

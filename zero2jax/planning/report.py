@@ -12,7 +12,7 @@ from zero2jax.planning.offload_plan import OffloadPlan
 from zero2jax.planning.picture import Bar, Picture
 from zero2jax.planning.targets import Target
 from zero2jax.programs.audit import Audit, CollectiveRow
-from zero2jax.programs.formulas import CLASSES, Formula
+from zero2jax.programs.formulas import CLASSES, MASTER, OPTIMIZER, PARAMETERS, Formula
 from zero2jax.programs.liveness import Lifetimes
 from zero2jax.programs.overlap import Overlap, Timeline
 from zero2jax.programs.products import Product
@@ -65,6 +65,7 @@ class PlanReport:
       timeline_with_memory: the same, memory-bound work taking time too; None where the memory's rate is not known.
       rates_known: whether the target has rates; without, nothing is said about time.
       compile_s: seconds the compiler took.
+      compiler_options: XLA's options of the step, as far as they are not its own defaults.
       notes: what to know about these figures, and what was converted or ignored.
     """
 
@@ -86,21 +87,22 @@ class PlanReport:
     timeline_with_memory: Timeline | None = dataclasses.field(repr=False)
     rates_known: bool
     compile_s: float
+    compiler_options: Mapping[str, Any]
     notes: tuple[str, ...]
 
     @property
     def rest_bytes(self) -> int:
         """What the step takes: state, and its batch."""
-        return self.audit.memory.argument_bytes + self._resident_bytes
+        return self.audit.memory.argument_bytes + self._unseen_bytes
 
     @property
     def total_bytes(self) -> int:
         """Peak of the step, as the compiler allocates it, and what stays on the device beside it."""
-        return self.audit.memory.total_bytes + self._resident_bytes
+        return self.audit.memory.total_bytes + self._unseen_bytes
 
     @property
-    def _resident_bytes(self) -> int:
-        return 0 if self.offload is None else self.offload.resident_bytes
+    def _unseen_bytes(self) -> int:
+        return 0 if self.offload is None else self.offload.unseen_bytes
 
     @property
     def alias_bytes(self) -> int:
@@ -111,12 +113,22 @@ class PlanReport:
     def host_bytes(self) -> int:
         """What is stored in host memory, counted apart."""
         own = max(self.audit.memory.host_bytes, self.lifetimes.host_bytes)
-        return own + (0 if self.offload is None else self.offload.host_bytes)
+        if self.offload is None:
+            return own
+        return max(own - self.offload.pinned_bytes, 0) + self.offload.host_bytes
 
     @property
     def headroom_bytes(self) -> int | None:
         """Usable memory that is left over; negative if the step does not fit."""
         return None if self.usable_bytes is None else self.usable_bytes - self.total_bytes
+
+    @property
+    def device_bytes(self) -> int | None:
+        """What a device may store of parameters, masters and optimizer state between steps, for a `ratio` of "auto":
+        usable memory without all else that the peak holds.
+        """
+        stored = sum(row.rest_bytes for row in self.by_class if row.name in (MASTER, OPTIMIZER, PARAMETERS))
+        return None if self.headroom_bytes is None else self.headroom_bytes + stored
 
     @property
     def fits(self) -> bool | None:
@@ -176,6 +188,7 @@ class PlanReport:
             "memory_fraction": self.memory_fraction,
             "usable_bytes": self.usable_bytes,
             "headroom_bytes": self.headroom_bytes,
+            "device_bytes": self.device_bytes,
             "fits": self.fits,
             "by_class": {row.name: dataclasses.asdict(row) for row in self.by_class},
             "live_peak_bytes": self.lifetimes.peak.total_bytes,
@@ -198,6 +211,7 @@ class PlanReport:
             "hidden_share": self.timeline.hidden_share if self.rates_known else None,
             "with_memory": self._with_memory(),
             "compile_s": self.compile_s,
+            "compiler_options": dict(self.compiler_options),
             "notes": list(self.notes),
         }
 
@@ -211,7 +225,9 @@ class PlanReport:
         )
         parts = [title, self._verdict(), "", *self._memory_lines(), "", *self._largest_lines()]
         parts += [*self._collective_lines(), ""]
-        return "\n".join([*parts, *(f"- {note}" for note in self.notes)])
+        options = ", ".join(f"{name}={value}" for name, value in self.compiler_options.items())
+        with_options = [f"compiled with {options}"] if options else []
+        return "\n".join([*parts, *(f"- {note}" for note in (*with_options, *self.notes))])
 
     __str__ = table
 
@@ -245,11 +261,15 @@ class PlanReport:
         for row in self.by_class:
             at_rest, at_peak = readable_bytes(row.rest_bytes), readable_bytes(row.peak_bytes)
             rows.append((row.name, at_rest, at_peak, readable_bytes(row.formula_bytes), row.formula))
-        packing = self.total_bytes - self.lifetimes.peak.total_bytes
+        packing = self.total_bytes - sum(row.peak_bytes for row in self.by_class)
         rows.append(("packing by the compiler", "-", readable_bytes(packing), "-", "total less live bytes"))
         total = (readable_bytes(self.rest_bytes), readable_bytes(self.total_bytes))
         rows.append(("total", *total, "-", "the compiler's allocation"))
-        return [*aligned(rows, right=(1, 2, 3)), *(self.offload.lines() if self.offload else ())]
+        lines = [*aligned(rows, right=(1, 2, 3)), *(self.offload.lines() if self.offload else ())]
+        if self.offload and self.device_bytes is not None:
+            room = f"{readable_bytes(self.device_bytes)} ({self.device_bytes} bytes)"
+            lines.append(f"a device may store {room} between steps: device_bytes chooses a ratio by that")
+        return lines
 
     def _largest_lines(self) -> list[str]:
         rows = [("largest at peak", "tensor", "class", "computed by", "in")]

@@ -20,6 +20,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from zero2jax.base.mesh import make_mesh
+from zero2jax.base.peaks import peak_flops
 from zero2jax.base.versions import installed_version
 
 MEMORY_FRACTION = 0.94  # the rest is left to the CUDA context, NCCL, cuDNN and cuBLAS
@@ -165,19 +166,20 @@ _GPUS = {
         68719476736, 18,
     ),
 }  # fmt: skip
-# dense 16-bit peak, NVLink bytes/s in one direction, network bytes/s per device, in-node all-reduce
+# NVLink bytes/s in one direction, network bytes/s per device, in-node all-reduce
 _RATES = {
-    "v100-32gb": (125e12, 150e9, 6.25e9, None),  # 100 Gb/s per two cards
-    "a100-80gb": (312e12, 300e9, 25e9, None),  # 200 Gb/s per card
-    "h100-80gb": (989e12, 450e9, 50e9, 480e9),  # 400 Gb/s per card; NVLink switches sum
-    "h200": (989e12, 450e9, 50e9, 480e9),
-    "b200": (2250e12, 900e9, 50e9, 960e9),
+    "v100-32gb": (150e9, 6.25e9, None),  # 100 Gb/s per two cards
+    "a100-80gb": (300e9, 25e9, None),  # 200 Gb/s per card
+    "h100-80gb": (450e9, 50e9, 480e9),  # 400 Gb/s per card; NVLink switches sum
+    "h200": (450e9, 50e9, 480e9),
+    "b200": (900e9, 50e9, 960e9),
 }
 
 
 def _gpu_target(name: str) -> Target:
-    peak, in_node, across, all_reduce = _RATES[name]
-    gpu = _GPUS[name]
+    gpu, (in_node, across, all_reduce) = _GPUS[name], _RATES[name]
+    peak = peak_flops(gpu.device_name)
+    assert peak is not None
     fp32 = 2 * gpu.core_count * gpu.fpus_per_core * gpu.clock_rate_ghz * 1e9
     return Target(
         name,

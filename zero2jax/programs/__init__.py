@@ -11,6 +11,8 @@ The files, in reading order:
   liveness   live bytes at each instruction of the schedule, by class
   tensors    the largest tensors of a moment, and the operations that made them
   products   matrix products, and the dtype in which they are multiplied
+  scopes     matrix products by named scope, phase and loop
+  flops      matrix products of a loss function, counted in its trace
   reductions parameters whose gradients stage 3 reduces more than once
   traffic    bytes of memory that each instruction reads and writes
   overlap    what the schedule waits for, by two clocks

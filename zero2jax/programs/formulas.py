@@ -59,7 +59,7 @@ def class_formulas(layout: Layout, settings: GradientSettings, mesh: Mesh) -> di
 
 
 def master(layout: Layout, settings: GradientSettings, mesh: Mesh) -> Formula:
-    """Parameters as stored between steps: fp32 masters, and frozen leaves in their own dtype."""
+    """Parameters as stored between steps: masters, and frozen leaves in their own dtype."""
     num_bytes = _stored_bytes(layout.params, mesh)
     return _over_shards("parameters at rest", num_bytes, settings, from_stage=1)
 

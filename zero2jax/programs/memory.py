@@ -25,6 +25,7 @@ IN_STEP = f"{PARAMETERS} in the step"
 # Of an engine that offloads: what its devices hold instead, and what its host does.
 BETWEEN_STEPS = f"{PARAMETERS} between steps"
 ON_HOST = ", on the host"
+ON_DISK = ", on the disk"
 # No class of its own: what the compiler allocates for gradients, parameters and activations together.
 TEMPORARY = "temporary"
 
@@ -56,12 +57,15 @@ class MemoryReport:
       stage: ZeRO stage.
       num_shards: N, the devices that the state is sharded over from stage 1 on.
       rows: `master`, `optimizer state`, `gradients`, `parameters in the step`, `temporary`; of an engine that offloads
-        also `parameters between steps`, `master, on the host`, `optimizer state, on the host`.
+        also `parameters between steps`, `master, on the host`, `optimizer state, on the host`, and, if they lie there,
+        `parameters, on the host`; of what is in files `master, on the disk`, `optimizer state, on the disk` instead.
+      gradients_leave: whether the step hands gradients to another program, so that they are no part of `temporary`.
     """
 
     stage: int
     num_shards: int
     rows: tuple[MemoryRow, ...]
+    gradients_leave: bool = False
 
     def __getitem__(self, name: str) -> MemoryRow:
         return next(row for row in self.rows if row.name == name)
@@ -74,9 +78,9 @@ class MemoryReport:
     @property
     def held(self) -> tuple[str, ...]:
         """The classes that `total_bytes` adds up."""
-        if any(row.name == BETWEEN_STEPS for row in self.rows):  # gradients leave the program
-            return MASTER, OPTIMIZER, BETWEEN_STEPS, GRADIENTS, TEMPORARY
-        return MASTER, OPTIMIZER, TEMPORARY
+        between = (BETWEEN_STEPS,) if any(row.name == BETWEEN_STEPS for row in self.rows) else ()
+        gradients = (GRADIENTS,) if self.gradients_leave else ()
+        return MASTER, OPTIMIZER, *between, *gradients, TEMPORARY
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -102,19 +106,21 @@ class MemoryReport:
 
 
 def live_bytes(tree: PyTree) -> int:
-    """Bytes that a tree of arrays takes on the device of this process that holds most of it."""
+    """Bytes that a tree of arrays, or of files that stand for some, takes for the device that holds most of it here."""
     check_alive(
         tree, "the tree whose bytes are counted", "It was donated: pass the one that the step returned."
     )
     held: dict[jax.Device, int] = {}
     for x in jax.tree.leaves(tree):
         for shard in x.addressable_shards:
-            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+            size = shard.data.nbytes if isinstance(x, jax.Array) else shard.nbytes
+            held[shard.device] = held.get(shard.device, 0) + size
     return max(held.values(), default=0)
 
 
 def measure_memory(
     state: TrainState,
+    seen: TrainState,
     step: Compiled,
     gradients: Compiled,
     layout: Layout,
@@ -123,13 +129,15 @@ def measure_memory(
 ) -> MemoryReport:
     """The report of a state, its compiled step, and the compiled gradient computation of that step.
 
+    `seen` is what the loss sees of the state: the state itself, unless it is offloaded.
+
     Raises:
       ValueError: the backend does not report the memory of compiled programs.
     """
     formulas = class_formulas(layout, settings, mesh)
     moved = collectives(step.as_text() or "")
     rows = (
-        *_stored_rows(state, layout, settings, mesh),
+        *_stored_rows(state, seen, layout, settings, mesh),
         _gradients_row(moved, gradients, settings, mesh, formulas[GRADIENTS]),
         _parameters_row(moved, settings, mesh, formulas[PARAMETERS]),
         MemoryRow(
@@ -140,11 +148,12 @@ def measure_memory(
             source="allocation of the compiled step",
         ),
     )
-    return MemoryReport(settings.step.stage, settings.plan.num_shards, rows)
+    leave = layout.host is not None and not layout.pinned_state
+    return MemoryReport(settings.step.stage, settings.plan.num_shards, rows, leave)
 
 
 def _stored_rows(
-    state: TrainState, layout: Layout, settings: GradientSettings, mesh: Mesh
+    state: TrainState, seen: TrainState, layout: Layout, settings: GradientSettings, mesh: Mesh
 ) -> list[MemoryRow]:
     """What is stored between steps."""
     formulas = class_formulas(layout, settings, mesh)
@@ -158,24 +167,19 @@ def _stored_rows(
     trained, opt_state = jax.tree.leaves(layout.trained(state.params)), jax.tree.leaves(state.opt_state)
     here = [*frozen, *at(trained, layout.resident_params, True)]
     opt_here = at(opt_state, layout.resident_state, True)
-    copies = sum(
-        layout.params.leaves[i].rest_bytes
-        // layout.params.leaves[i].num_model_shards(mesh)
-        * int(settings.compute_dtype(i).itemsize)
-        // int(layout.params.leaves[i].dtype.itemsize)
-        for k, i in enumerate(settings.trained)
-        if k not in layout.resident_params
-    )
-    rows = (
-        (MASTER, live_bytes(here), "frozen leaves, and what stays here"),
-        (OPTIMIZER, live_bytes(opt_here), "what stays here"),
-        (BETWEEN_STEPS, copies, "masters of the host, in the compute dtype"),
-        (MASTER + ON_HOST, live_bytes(at(trained, layout.resident_params, False)), "the others"),
-        (OPTIMIZER + ON_HOST, live_bytes(at(opt_state, layout.resident_state, False)), "the others"),
-    )
-    return [
-        _row(name, num_bytes, "live buffers", Formula(num_bytes, words)) for name, num_bytes, words in rows
+    there, opt_there = at(trained, layout.resident_params, False), at(opt_state, layout.resident_state, False)
+    copies = at(jax.tree.leaves(layout.trained(seen.params)), layout.resident_params, False)
+    words, live = "masters of the host, in the compute dtype", "live buffers"
+    place, source = (ON_DISK, "files") if layout.on_disk else (ON_HOST, live)
+    rows = [
+        (MASTER, live_bytes(here), "frozen leaves, and what stays here", live),
+        (OPTIMIZER, live_bytes(opt_here), "what stays here", live),
+        (BETWEEN_STEPS, 0 if layout.pinned_params else live_bytes(copies), words, live),
+        (MASTER + place, live_bytes(there), "the others", source),
+        (OPTIMIZER + place, live_bytes(opt_there), "the others", source),
     ]
+    rows += [(PARAMETERS + ON_HOST, live_bytes(copies), words, live)] if layout.pinned_params else []
+    return [_row(name, size, source, Formula(size, words)) for name, size, words, source in rows]
 
 
 def _row(name: str, measured_bytes: int | None, source: str, formula: Formula) -> MemoryRow:

@@ -34,9 +34,11 @@ The files, in reading order. The first five are the idea:
   1 shard_plan    which dim of each leaf is sharded, or why none
   2 exchange      one leaf: all_gather forward, psum_scatter backward
   3 point_of_use  the loss evaluated with stand-ins: each parameter is gathered where it is used
-  4 gradients     the four stages, and microbatches
+  4 gradients     the four stages
   5 step          one training step; plain optax on global arrays
-    prepare       the mean gradient's norm, verdict and clipping
+    microbatches  the loop that adds their gradients
+    prepare       the mean gradient's norm, verdict and clipping, and the update
+    rounding      masters and moments in 16 bits: rounded after each update, to nearest or at random
     loss_scale    float16: the scale of backward, and steps that overflow
     collectives   all_gather and psum_scatter themselves, beside other mesh axes; sums in a fixed order
     layer_picks   layers taken out of a stack, or put into one: done to shards
@@ -46,6 +48,7 @@ The files, in reading order. The first five are the idea:
     blueprint     what an engine is told of the layout and the step, and both from shapes
     schedule      options of the compiler that hide communication
     compiled      the step, evaluations and full parameters of one layout, jitted; donation
+    running       the mesh and the errors around a program; simulated devices share threads
     layer_dims    which leading dims are layers: read from the loss, or guessed
     precision, settings, gradient_settings   dtypes; everything that is fixed about a step
     shard_optimizer       the other way in: an optax wrapper for a step of your own

@@ -91,6 +91,7 @@ class Blueprint:
             layer_dims=layer_dims,
             trainable=self.trainable,
             param_specs=self.param_specs,
+            precision=self.settings.precision,
             loss_scale=self.settings.loss_scale,
             host=self.host,
         )

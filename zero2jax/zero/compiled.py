@@ -12,17 +12,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from zero2jax.base import losses
 from zero2jax.base.losses import LossFn
 from zero2jax.base.mesh import replicated
 from zero2jax.base.pytrees import PyTree
+from zero2jax.zero.placement import make_opt_state
 from zero2jax.zero.schedule import with_pipelined_gathers
 from zero2jax.zero.shard_plan import ShardPlan
-from zero2jax.zero.state import TrainState
+from zero2jax.zero.state import TrainState, place_state
 from zero2jax.zero.step import StepProgram
 
 CompilerOptions = Mapping[str, Any] | Callable[[ShardPlan], Mapping[str, Any]] | None
+
+Gather = Callable[[np.ndarray], tuple[np.ndarray, tuple[str, ...]]]
+"""A row of numbers -> (the rows of all processes, the names of their hosts)."""
 
 _MAX_EVALUATIONS = 8  # loss functions whose evaluation stays compiled
 
@@ -33,7 +38,8 @@ class Compiled:
     def __init__(self, program: StepProgram, options: CompilerOptions):
         self.layout = program.layout
         self._program = program
-        self._options = options
+        self._given_options = options
+        self._options: dict[str, Any] | None = None
         self._replicated = replicated(program.mesh)
         self._step: Any = None
         self._step_inside: Any = None
@@ -47,7 +53,7 @@ class Compiled:
     def step(self) -> Any:
         """`(state, batch, loss arguments, extra arguments) -> (state, metrics)`, the state donated."""
         if self._step is None:
-            self._step = self._jit_step(donate_argnums=0, compiler_options=self._compiler_options() or None)
+            self._step = self._jit_step(donate_argnums=0, compiler_options=self.options or None)
         return self._step
 
     @property
@@ -55,7 +61,7 @@ class Compiled:
         """`step` as a part of a program of the user's, which alone can donate and have options for the compiler."""
         if self._step_inside is None:
             self._step_inside = self._jit_step()
-            if options := self._compiler_options():
+            if options := self.options:
                 warnings.warn(
                     f"a step inside of a program of yours: the compiler options {sorted(options)} have no effect "
                     f"there. Give them to your own jax.jit.",
@@ -63,18 +69,58 @@ class Compiled:
                 )
         return self._step_inside
 
-    def _compiler_options(self) -> dict[str, Any]:
-        options = self._options
-        given = options(self.layout.params) if callable(options) else options or {}
-        return with_pipelined_gathers(given, self._program.settings.step.stage, self._program.mesh)
+    @property
+    def options(self) -> dict[str, Any]:
+        """The compiler options of the step."""
+        if self._options is None:
+            given = self._given_options
+            given = given(self.layout.params) if callable(given) else given or {}
+            self._options = with_pipelined_gathers(
+                given, self._program.settings.step.stage, self._program.mesh
+            )
+        return self._options
 
     def _jit_step(self, **options: Any) -> Any:
-        shardings = jax.tree.map(lambda x: x.sharding, self.layout.abstract_state(self._program.mesh))
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state())
         return jax.jit(self._program.step, out_shardings=(shardings, self._replicated), **options)
+
+    def check_room(self, gather: Gather) -> None:
+        """Raise a ValueError if a host has no room for a state: its devices say so themselves."""
+
+    def keep(self, position: int, x: jax.Array) -> Any:
+        """What stands in a new state for its leaf at a position, given where it is stored: the array itself."""
+        return x
+
+    def reopened(self, gather: Gather) -> list[Any]:
+        """The leaves of a state that is in files: there are none."""
+        raise ValueError(
+            "reopening a state: this engine keeps no files. Build it with OffloadSettings(nvme_path=...), like that of "
+            "the run that left them, or restore a checkpoint."
+        )
+
+    def first_opt_state(self, params: PyTree) -> PyTree:
+        """The optimizer's initial state where it is stored, from parameters where they are."""
+        return make_opt_state(self._program.tx, params, self.layout, self._program.mesh)
 
     def programs(self, state: TrainState, batch: PyTree, *more: PyTree) -> list[jax.stages.Lowered]:
         """What a step of these arguments runs, lowered."""
         return [self.step.lower(state, batch, *more)]
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state as a step takes it."""
+        return self.layout.abstract_state(self._program.mesh)
+
+    def placed(self, state: TrainState) -> TrainState:
+        """A state that a step may take; see `place_state`."""
+        return place_state(state, self.layout, self._program.mesh)
+
+    def stored(self, state: TrainState) -> TrainState:
+        """A new state, of leaves, as a step takes it."""
+        return state
+
+    def unpacked(self, state: TrainState) -> TrainState:
+        """The leaves of a state."""
+        return state
 
     def on_devices(self, state: TrainState) -> TrainState:
         """What the loss takes of a state: all of it is there."""
@@ -84,7 +130,7 @@ class Compiled:
         """Let go of device memory that is not part of a state: there is none."""
 
     def abstract_on_devices(self) -> TrainState:
-        """Shapes, dtypes and shardings of that."""
+        """Shapes, dtypes and shardings of that, as leaves."""
         return self.layout.abstract_state(self._program.mesh)
 
     @functools.cached_property

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zero2jax.base.memories import to_device
 from zero2jax.base.mesh import padded_size
 from zero2jax.zero.collectives import all_gather, pad_to, psum, psum_scatter, scatter_in_order, sum_in_order
 from zero2jax.zero.shard_plan import LeafPlan, Placement
@@ -42,7 +43,9 @@ class Use:
       layer_dims: leading dims that `by_layer` loops over.
       prescale: factor of the gradient before it is summed.
       in_order: add in fp32, in a fixed order, what travels in `grad_dtype`.
+      max_kept: elements up to which it, or a part of it, is kept from forward to backward at stage 3.
       gathered: the source is full already, and only gradients are still to be reduced.
+      pinned: the shard lies in pinned host memory, and is fetched before it is gathered.
     """
 
     path: str
@@ -56,7 +59,9 @@ class Use:
     layer_dims: int = 0
     prescale: float = 1.0
     in_order: bool = False
+    max_kept: int = 0
     gathered: bool = False
+    pinned: bool = False
 
     @property
     def layer(self) -> "Use":
@@ -88,10 +93,11 @@ def use_of_leaf(leaf: LeafPlan, dtype: Any, grad_dtype: Any, axis_name: str) -> 
 
 def gather(use: Use, source: jax.Array) -> jax.Array:
     """The full parameter, without padding and in its compute dtype, from this device's shard."""
-    x = source.astype(use.dtype)
+    x = (to_device(source) if use.pinned else source).astype(use.dtype)
     if use.gathered or use.dim is None:
         return x
-    x = all_gather(x, use.axis_name, use.dim, use.placement)
+    with jax.named_scope("zero_gather"):
+        x = all_gather(x, use.axis_name, use.dim, use.placement)
     return jax.lax.slice_in_dim(x, 0, use.size, axis=use.dim)
 
 
@@ -105,7 +111,8 @@ def reduce_grad(use: Use, grad: jax.Array) -> jax.Array:
     rows = padded_size(use.size, use.num_shards)
     grad = pad_to(grad, (*grad.shape[: use.dim], rows, *grad.shape[use.dim + 1 :]))
     scatter = scatter_in_order if use.in_order else psum_scatter
-    return scatter(grad, use.axis_name, use.dim, use.placement)
+    with jax.named_scope("zero_scatter"):
+        return scatter(grad, use.axis_name, use.dim, use.placement)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

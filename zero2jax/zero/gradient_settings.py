@@ -1,10 +1,10 @@
 """What is fixed about the gradients of a step: which leaves have one, how each is exchanged, and in which dtypes."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zero2jax.base.losses import WeightedSum
@@ -26,17 +26,23 @@ class GradientSettings:
       trainable: per leaf, whether it has a gradient.
       step: the settings of the step.
       num_batch_shards: devices that a batch is sharded over.
+      pinned: the indices of leaves whose shards the loss takes from pinned host memory.
     """
 
     plan: ShardPlan
     trainable: tuple[bool, ...]
     step: StepSettings
     num_batch_shards: int
+    pinned: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, layout: Layout, step: StepSettings, mesh: Mesh) -> "GradientSettings":
         """Those of a layout of the state on a mesh."""
-        return cls(layout.params, layout.trainable, step, axis_size(mesh, step.axes.batch))
+        settings = cls(layout.params, layout.trainable, step, axis_size(mesh, step.axes.batch))
+        if not layout.pinned_params:
+            return settings
+        pinned = frozenset(i for k, i in enumerate(settings.trained) if k not in layout.resident_params)
+        return dataclasses.replace(settings, pinned=pinned)
 
     @property
     def axes(self) -> DataAxes:
@@ -64,9 +70,14 @@ class GradientSettings:
         return self.precision.compute(leaf) if self.trainable[i] else leaf.dtype
 
     def gradient_dtype(self, i: int) -> Any:
-        """The dtype in which a step's gradient of leaf `i` is kept until the optimizer sees it."""
+        """The dtype in which a step's gradient of leaf `i` is kept until it is complete."""
         leaf, accumulated = self.plan.leaves[i], self.step.num_microbatches > 1
         return self.precision.accumulate(leaf) if accumulated else self.precision.summed(leaf)
+
+    def sum_dtype(self, i: int) -> Any:
+        """The dtype in which the optimizer gets that gradient: stages 0 and 1 reduce it when it is complete."""
+        reduced_last = self.step.stage <= 1
+        return self.precision.summed(self.plan.leaves[i]) if reduced_last else self.gradient_dtype(i)
 
     @property
     def uses(self) -> list[Use]:
@@ -76,13 +87,31 @@ class GradientSettings:
             use_of_leaf(leaf, self.compute_dtype(i), self.precision.reduce(leaf), self.axis_name)
             for i, leaf in enumerate(self.plan.leaves)
         ]
-        in_order = self.precision.fp32_sum
-        return [dataclasses.replace(use, prescale=prescale, in_order=in_order) for use in uses]
+        in_order, kept = self.precision.fp32_sum, self._max_kept
+        return [
+            dataclasses.replace(
+                use, prescale=prescale, in_order=in_order, max_kept=most, pinned=i in self.pinned
+            )
+            for i, (use, most) in enumerate(zip(uses, kept, strict=True))
+        ]
+
+    @property
+    def _max_kept(self) -> list[int]:
+        """Per leaf, elements up to which stage 3 keeps it: none, once all that is kept would be more than the total."""
+        most, left = self.step.max_kept_size, self.step.max_kept_total
+        if left is None:
+            return [most] * len(self.plan.leaves)
+        result = []
+        for leaf in self.plan.leaves:
+            size = math.prod(leaf.shape)
+            is_kept = math.prod(leaf.shape[leaf.layer_dims :]) <= most and size <= left
+            left -= size if is_kept else 0
+            result.append(most if is_kept else 0)
+        return result
 
     def mean_weight(self, terms: WeightedSum) -> jax.Array:
-        """The mean over the devices of a slice's weight, 1 if it is 0. Per-device code."""
-        mean = jax.lax.pmean(terms.weight, self.axes.batch)
-        return jnp.where(mean == 0, 1, mean)
+        """The mean over the devices of a slice's weight. Per-device code."""
+        return jax.lax.pmean(terms.weight, self.axes.batch)
 
     @property
     def compute_shapes(self) -> PyTree:

@@ -27,11 +27,9 @@ from zero2jax.base.pytrees import PyTree
 from zero2jax.zero import collectives
 from zero2jax.zero.exchange import Use, by_layer, gather, reduce_grad
 from zero2jax.zero.gradient_settings import GradientSettings
+from zero2jax.zero.microbatches import Gradient, over_microbatches
 from zero2jax.zero.point_of_use import Standin, evaluate
-from zero2jax.zero.tracing import trace_loss, warn_of_unused_leaves, warn_of_wide_products
-
-Gradient = tuple[list[jax.Array], WeightedSum]
-"""Weight x gradient of each trainable leaf, and the loss terms."""
+from zero2jax.zero.tracing import tell_of_unused_leaves, trace_loss, warn_of_wide_products
 
 
 def local_gradients(
@@ -76,7 +74,7 @@ def _full_gradients(
         (_, terms), grads = jax.value_and_grad(objective, has_aux=True)(values, batch, rng)
         return grads, terms
 
-    grads, terms = _over_microbatches(gradient, settings, [params[i].shape for i in trained], batch, rng)
+    grads, terms = over_microbatches(gradient, settings, [params[i].shape for i in trained], batch, rng)
     return by_layer(reduce_grad, [(uses[i], g) for i, g in zip(trained, grads, strict=True)]), terms
 
 
@@ -103,7 +101,7 @@ def _gradients_at_use(
         (_, terms), grads = jax.value_and_grad(objective, has_aux=True)(ports, batch, rng)
         return grads, terms
 
-    return _over_microbatches(gradient, settings, [shards[i].shape for i in trained], batch, rng)
+    return over_microbatches(gradient, settings, [shards[i].shape for i in trained], batch, rng)
 
 
 def _weighted(loss: Loss) -> Callable[..., tuple[jax.Array, WeightedSum]]:
@@ -121,73 +119,8 @@ def _scaled(
     value, terms = result
     if rng.loss_scale is None:
         return result
-    return value * (rng.loss_scale / settings.mean_weight(terms)).astype(value.dtype), terms
-
-
-def _over_microbatches(
-    gradient: Callable[[PyTree, SliceContext], Gradient],
-    settings: GradientSettings,
-    shapes: Sequence[tuple[int, ...]],
-    batch: PyTree,
-    rng: SliceContext,
-) -> Gradient:
-    """The sum of `gradient(microbatch, its key)`, arrays of `shapes`; if K > 1, a loop in the accumulation dtype."""
-    num = settings.step.num_microbatches
-    first = jax.lax.axis_index(settings.axes.names) * num
-    if num == 1:
-        if not settings.precision.fp32_sum:
-            return gradient(batch, rng._replace(slice_index=first))
-        # between barriers, as in a loop, whose body the compiler does not fuse with what is around it
-        part = jax.lax.optimization_barrier((batch, rng._replace(slice_index=first)))
-        return jax.lax.optimization_barrier(gradient(*part))
-    slices = jax.tree.map(lambda x: x.reshape(num, x.shape[0] // num, *x.shape[1:]), batch)  # (K, B/K, ...)
-    dtypes = [settings.gradient_dtype(i) for i in settings.trained]
-    zeros = [jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-
-    def of_microbatch(i: jax.Array) -> Gradient:
-        part = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), slices)
-        grads, terms = gradient(part, rng._replace(slice_index=first + i))
-        grads = [g.astype(dtype) for g, dtype in zip(grads, dtypes, strict=True)]
-        if rng.loss_scale is not None:  # each is a mean
-            grads = [g * settings.mean_weight(terms).astype(g.dtype) for g in grads]
-        return grads, terms
-
-    total: Callable[[jax.Array], Gradient] = of_microbatch
-    for length, stride in _loops(num, in_order=settings.precision.fp32_sum):
-        total = _looped(total, length, stride, zeros)
-    grads, terms = total(jnp.int32(0))
-    if rng.loss_scale is not None:
-        grads = [g / settings.mean_weight(terms).astype(g.dtype) for g in grads]
-    return grads, terms
-
-
-def _loops(num: int, *, in_order: bool) -> list[tuple[int, int]]:
-    """(length, stride) of the loops over microbatches, from the innermost: one, or the tree of `collectives._tree_sum`.
-
-    Each level of the tree is a loop of two with a sum of its own. Microbatches of one device are added as those of
-    twice as many devices would be, so that the number of devices changes no bit.
-    """
-    loops = []
-    while in_order and num % 2 == 0:
-        num //= 2
-        loops.append((2, num))
-    return [*loops, (num, 1)] if num > 1 else loops
-
-
-def _looped(
-    gradient: Callable[[jax.Array], Gradient], length: int, stride: int, zeros: list[jax.Array]
-) -> Callable[[jax.Array], Gradient]:
-    """The sum of `gradient(base + i * stride)` over i < length, as a function of `base`."""
-
-    def total(base: jax.Array) -> Gradient:
-        def step(total: list[jax.Array], i: jax.Array) -> Gradient:
-            grads, terms = gradient(base + i * stride)
-            return [t + g for t, g in zip(total, grads, strict=True)], terms
-
-        grads, stacked = jax.lax.scan(step, zeros, jnp.arange(length, dtype=jnp.int32))
-        return grads, stacked.over_microbatches()
-
-    return total
+    weight = settings.mean_weight(terms)
+    return value * (rng.loss_scale / jnp.where(weight == 0, 1, weight)).astype(value.dtype), terms
 
 
 def local_loss(
@@ -215,7 +148,8 @@ def _evaluated(
     jaxpr, out = trace_loss(fun, settings.compute_shapes, batch, rng)
     if trains:  # what is to be said is said once, by the step
         warn_of_wide_products(jaxpr, settings.precision.compute_dtype)
-        warn_of_unused_leaves(jaxpr, {i: settings.plan.leaves[i].path for i in settings.trained})
+        paths = {i: settings.plan.leaves[i].path for i in settings.trained}
+        tell_of_unused_leaves(jaxpr, paths, refuse=settings.step.unused == "error")
     flat = evaluate(jaxpr, [*params, *jax.tree.leaves((batch, rng))], regather=regather)
     return jax.tree.unflatten(jax.tree.structure(out), flat)
 
@@ -223,7 +157,10 @@ def _evaluated(
 def full_params(settings: GradientSettings, params: PyTree) -> PyTree:
     """Shards at rest -> full parameters, without padding, in the dtypes that they are stored in."""
     dtypes = [leaf.dtype for leaf in settings.plan.leaves]
-    uses = [dataclasses.replace(use, dtype=dtype) for use, dtype in zip(settings.uses, dtypes, strict=True)]
+    uses = [
+        dataclasses.replace(use, dtype=dtype, pinned=False)
+        for use, dtype in zip(settings.uses, dtypes, strict=True)
+    ]
     shards = _group_shards(settings, uses, params)
     return settings.plan.treedef.unflatten(by_layer(gather, list(zip(uses, shards, strict=True))))
 
@@ -250,6 +187,7 @@ def _over_groups(settings: GradientSettings, grads: list[jax.Array]) -> list[jax
         return grads
 
     def over_groups(use: Use, x: jax.Array) -> jax.Array:
+        x = x.astype(use.grad_dtype) if use.in_order else x
         if use.dim is None or not settings.axes.rest_over_replicas:
             return (collectives.sum_in_order if use.in_order else collectives.psum)(x, replica, use.placement)
         scatter = collectives.scatter_in_order if use.in_order else collectives.psum_scatter

@@ -1,6 +1,8 @@
 """How a first state gets into its shards without a full copy on any device. Global arrays, outside `shard_map`."""
 
 import functools
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,41 +13,109 @@ import optax
 from jax.sharding import Mesh
 
 from zero2jax.base.checks import is_whole, misfit, type_name
-from zero2jax.base.mesh import moved
+from zero2jax.base.memories import to_device
+from zero2jax.base.mesh import moved, replicated
 from zero2jax.base.pytrees import PyTree, is_function
 from zero2jax.zero.collectives import pad_to
+from zero2jax.zero.rounding import rounded, widened
 from zero2jax.zero.shard_plan import LeafPlan
 from zero2jax.zero.state import Layout, TrainState, pad, unpad
 
+Keep = Callable[[int, jax.Array], Any]
+"""(position among the leaves of the state, a leaf where it is stored) -> what stands for it in the state."""
 
-def place_params(params: PyTree, layout: Layout, mesh: Mesh) -> PyTree:
+PIECE_BYTES = 64 * 2**20  # of a parameter that is read when it is sliced, in host memory at a time
+
+
+def first_state(
+    params: PyTree | Callable[[], PyTree],
+    layout: Layout,
+    mesh: Mesh,
+    seed: int,
+    keep: Keep,
+    first_opt_state: Callable[[PyTree], PyTree],
+) -> TrainState:
+    """The state before the first step, from full parameters or a function that makes them."""
+    make = make_params if is_function(params) else place_params
+    placed = make(params, layout, mesh, keep)
+    opt_state = first_opt_state(placed)
+    first = functools.partial(layout.first_scalars, seed)
+    step, rng, loss_scale = jax.jit(first, out_shardings=replicated(mesh))()
+    return TrainState(step=step, params=placed, opt_state=opt_state, rng=rng, loss_scale=loss_scale)
+
+
+def place_params(params: PyTree, layout: Layout, mesh: Mesh, keep: Keep) -> PyTree:
     """Full parameters -> padded shards, a leaf at a time and from host memory slice by slice."""
     plan = layout.params
+    position = itertools.count(1)  # after `step`
 
-    def place(leaf: LeafPlan, x: Any, rest: Any) -> jax.Array:
+    def placed(leaf: LeafPlan, x: Any, rest: Any) -> jax.Array:
         sharding = rest.sharding
         if isinstance(x, jax.Array) and not (x.is_fully_addressable and _is_numeric(x)):
             there = plan.sharding(leaf, mesh)
             single = jax.jit(lambda x: pad_to(x.astype(leaf.dtype), leaf.rest_shape), out_shardings=there)
             return moved([single(x)], [sharding])[0]
+        if is_lazy(x):
+            return _read(leaf, x, sharding)
         host = np.asarray(x)
         return jax.make_array_from_callback(
             leaf.rest_shape, sharding, lambda index: _slice(leaf, host, index or ())
         )
 
+    place = lambda leaf, x, rest: keep(next(position), placed(leaf, x, rest))
     return plan.map(place, params, layout.abstract_state(mesh).params)
+
+
+def is_lazy(x: Any) -> bool:
+    """Whether `x` is read when it is sliced: it has a shape, a dtype and slices, and is not converted to an array."""
+    return all(hasattr(x, name) for name in ("shape", "dtype", "__getitem__")) and not hasattr(x, "__array__")
+
+
+def _read(leaf: LeafPlan, x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """The shards of a parameter that is read when it is sliced, one device after the other."""
+    shards = []
+    for device, index in sharding.addressable_devices_indices_map(leaf.rest_shape).items():
+        home = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+        shards.append(_read_shard(leaf, x, index or (), home).block_until_ready())
+    return jax.make_array_from_single_device_arrays(leaf.rest_shape, sharding, shards)
+
+
+def _read_shard(
+    leaf: LeafPlan, x: Any, index: tuple[slice, ...], home: jax.sharding.SingleDeviceSharding
+) -> jax.Array:
+    """One shard; above `PIECE_BYTES` it is made on its device and filled there, rows of its first dim at a time."""
+    bounds = [s.indices(size)[:2] for s, size in zip(index, leaf.rest_shape, strict=True)]
+    shape = tuple(stop - start for start, stop in bounds)
+    num_bytes = math.prod(shape) * jnp.dtype(leaf.dtype).itemsize
+    if num_bytes <= PIECE_BYTES:
+        return jax.device_put(_slice(leaf, x, index), home)
+    rows = max(1, shape[0] * PIECE_BYTES // num_bytes)
+    shard = jnp.zeros(shape, leaf.dtype, device=home)
+    for start in range(0, shape[0], rows):
+        start = min(start, shape[0] - rows)  # the last piece has the size of the others
+        first = bounds[0][0] + start
+        piece = _slice(leaf, x, (slice(first, first + rows), *index[1:]))
+        shard = _write_rows(shard, jax.device_put(piece, home), np.int32(start)).block_until_ready()
+    return shard
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write_rows(shard: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(shard, rows, start, 0)
 
 
 def _is_numeric(x: jax.Array) -> bool:
     return not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def _slice(leaf: LeafPlan, host: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+def _slice(leaf: LeafPlan, host: Any, index: tuple[slice, ...]) -> np.ndarray:
     """One shard of a padded leaf, a fresh copy: the state is donated, and the caller's array must not be."""
-    starts_stops = [s.indices(size)[:2] for s, size in zip(index, leaf.rest_shape, strict=True)]
-    shard = np.zeros([stop - start for start, stop in starts_stops], leaf.dtype)
-    part = host[index]
-    shard[tuple(slice(0, size) for size in part.shape)] = part
+    bounds = [s.indices(size)[:2] for s, size in zip(index, leaf.rest_shape, strict=True)]
+    shard = np.zeros([stop - start for start, stop in bounds], leaf.dtype)
+    inside = tuple(slice(start, min(stop, n)) for (start, stop), n in zip(bounds, leaf.shape, strict=True))
+    if all(s.start < s.stop for s in inside):  # else padding alone
+        part = host[inside]
+        shard[tuple(slice(0, size) for size in part.shape)] = part
     return shard
 
 
@@ -85,7 +155,7 @@ def made_shapes(init_fn: Callable[..., PyTree], args: tuple[Any, ...]) -> PyTree
         raise
 
 
-def make_params(make: Callable[[], PyTree], layout: Layout, mesh: Mesh) -> PyTree:
+def make_params(make: Callable[[], PyTree], layout: Layout, mesh: Mesh, keep: Keep) -> PyTree:
     """Run a function that makes full parameters so that each device, of a host if there is one, makes its shards."""
     plan, home = layout.params, layout.host or mesh
 
@@ -93,22 +163,30 @@ def make_params(make: Callable[[], PyTree], layout: Layout, mesh: Mesh) -> PyTre
         cast = lambda leaf, x: jnp.asarray(x).astype(leaf.dtype) if leaf.dtype != jnp.result_type(x) else x
         return pad(plan.map(cast, make()), plan, home)
 
-    made = jax.jit(build, out_shardings=plan.shardings(home))()
     shardings = [x.sharding for x in jax.tree.leaves(layout.abstract_state(mesh).params)]
-    return plan.treedef.unflatten(moved(jax.tree.leaves(made), shardings))
+    there = plan.treedef.unflatten(shardings) if layout.pinned_state else plan.shardings(home)
+    leaves = moved(jax.tree.leaves(jax.jit(build, out_shardings=there)()), shardings)
+    # each let go as soon as it is kept elsewhere
+    return plan.treedef.unflatten([keep(1 + i, leaves.pop(0)) for i in range(len(plan.leaves))])
 
 
 def make_opt_state(tx: optax.GradientTransformation, params: PyTree, layout: Layout, mesh: Mesh) -> PyTree:
     """The optimizer's initial state in its shards, from parameters in theirs."""
     home = layout.host or mesh
-
-    def build(trained: PyTree) -> PyTree:
-        opt_state = tx.init(unpad(trained, layout.trained_params, home))
-        return pad(opt_state, layout.opt_state, home)
-
+    build = functools.partial(init_opt_state, tx, layout, home)
     trained, treedef = jax.tree.flatten(layout.trained(params))
-    home_params = jax.tree.leaves(layout.trained_params.shardings(home))
-    made = jax.jit(build, out_shardings=layout.opt_state.shardings(home))(
-        jax.tree.unflatten(treedef, moved(trained, home_params))
-    )
-    return layout.opt_state.treedef.unflatten(moved(jax.tree.leaves(made), layout.homes(mesh)[1]))
+    of_params, of_state = layout.homes(mesh)
+    there = layout.opt_state.treedef.unflatten(of_state)
+    if not layout.pinned_state:
+        of_params = jax.tree.leaves(layout.trained_params.shardings(home))
+        there = layout.opt_state.shardings(home)
+    made = jax.jit(build, out_shardings=there)(jax.tree.unflatten(treedef, moved(trained, of_params)))
+    return layout.opt_state.treedef.unflatten(moved(jax.tree.leaves(made), of_state))
+
+
+def init_opt_state(tx: optax.GradientTransformation, layout: Layout, home: Mesh, trained: PyTree) -> PyTree:
+    """The optimizer's initial state at rest on a mesh, from trainable parameters at rest there. To be jitted."""
+    if layout.pinned_state:
+        trained = jax.tree.map(to_device, trained)
+    opt_state = tx.init(widened(unpad(trained, layout.trained_params, home)))
+    return pad(rounded(opt_state, opt_state, layout.opt_state.tree), layout.opt_state, home)

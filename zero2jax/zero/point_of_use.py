@@ -21,7 +21,9 @@ exists. Two ways:
                       unless the parameter is small: that one is held
 
 The port is never read: it gives the cotangent a place, a shape and a dtype. Differentiate with respect to the
-ports. A source may also be full already (gathered once per step); then only the backward half is left.
+ports. A source may also be full already (gathered once per step); then only the backward half is left. Or it lies in
+pinned host memory: it is fetched where it is gathered; a loop or a slice takes layers out of it there, and for any
+other operation its shard is fetched first.
 
 Limits. With regather, what such an operation makes of a parameter alone and saves stays until backward, as does what
 an operation with effects (a callback) reads. A value computed from several parameters (`w1 @ w2`) is an activation
@@ -38,6 +40,7 @@ from typing import Any
 import jax
 
 from zero2jax.base import jaxprs
+from zero2jax.base.memories import to_device
 from zero2jax.zero.exchange import Use, by_layer, gather, gather_and_reduce
 from zero2jax.zero.layer_dims import input_depths
 from zero2jax.zero.layer_picks import JOINS, PICKS
@@ -58,9 +61,8 @@ _LINEAR |= {"reduce_sum", "rev", "select_n", "sub"}
 # Operands of these that backward does read: a predicate, indices.
 _READ_BY_BACKWARD = {"select_n": slice(0, 1), "gather": slice(1, None), "dynamic_slice": slice(1, None)}
 
-# Outside of loops a parameter with at most this many elements is kept for the backward pass: gathering it again
-# costs more than it holds (DeepSpeed's default of `stage3_param_persistence_threshold`).
-_SMALL = 100_000
+# What pinned host memory can do with an array; a loop slices, too.
+_SLICES = frozenset({"slice", "dynamic_slice"})
 
 Arrays = tuple[Any, jax.Array | None]
 
@@ -89,6 +91,14 @@ class Standin:
     def over(self, arrays: Arrays, **changes: Any) -> "Standin":
         """The same over other arrays."""
         return dataclasses.replace(self, source=arrays[0], port=arrays[1], **changes)
+
+    @property
+    def fetched(self) -> "Standin":
+        """The stand-in of the same shard in device memory."""
+        if not self.use.pinned:
+            return self
+        use = dataclasses.replace(self.use, pinned=False)
+        return self.over((to_device(self.source), self.port), use=use)
 
     @property
     def size(self) -> int:
@@ -129,7 +139,7 @@ class Scope:
 
     def keeps(self, x: Standin) -> bool:
         """Whether this parameter stays, since all do or it is small."""
-        return self.holds or (not self.in_loop and x.size <= _SMALL)
+        return self.holds or (not self.in_loop and x.size <= x.use.max_kept)
 
     def inner(self, **changes: Any) -> "Scope":
         """The scope of a body in this one, in which nothing has been gathered."""
@@ -308,7 +318,7 @@ def _saved_input(x: Any, depth: int, scope: Scope) -> Any:
     if depth == 0 or x.use.dim is None or x.use.dim < depth or scope.has(x) or not x.keeps_layers:
         return scope.value(x)
     (full,) = by_layer(gather, [(dataclasses.replace(x.use, layer_dims=depth), x.source)])
-    return x.over((full, x.port), use=dataclasses.replace(x.use, gathered=True))
+    return x.over((full, x.port), use=dataclasses.replace(x.use, gathered=True, pinned=False))
 
 
 def _scan(eqn: Any, operands: list[Any], scope: Scope) -> Sequence[jax.Array]:
@@ -348,7 +358,7 @@ def _scanned(x: Any, scope: Scope) -> Any:
             stacklevel=2,
         )
         return scope.value(x)
-    return x
+    return x.fetched if scope.in_loop else x
 
 
 def _pick_layers(eqn: Any, x: Standin, indices: Sequence[Any], scope: Scope) -> list[Standin] | None:
@@ -360,7 +370,8 @@ def _pick_layers(eqn: Any, x: Standin, indices: Sequence[Any], scope: Scope) -> 
     if picked is None:
         return None
     placement = tuple(None if i is None else use.placement[i] for i in picked.kept) if use.placement else ()
-    use = dataclasses.replace(use, dim=list(picked.kept).index(use.dim), placement=placement)
+    x = x if eqn.primitive.name in _SLICES else x.fetched
+    use = dataclasses.replace(x.use, dim=list(picked.kept).index(use.dim), placement=placement)
     results = [(op(x.source), None if x.port is None else op(x.port)) for op in picked.ops]
     return [x.over(arrays, use=use) for arrays in results]
 
@@ -374,7 +385,9 @@ def _joined(eqn: Any, standins: Sequence[Standin], scope: Scope) -> Standin | No
     if len(alike) > 1 or len({x.port is None for x in standins}) > 1 or gathered or joined is None:
         return None
     dim, placement, join = joined
+    standins = [x.fetched for x in standins]
     ports = [x.port for x in standins if x.port is not None]
     path = " + ".join(x.use.path for x in standins[:3]) + (" + ..." if len(standins) > 3 else "")
+    first = standins[0]
     use = dataclasses.replace(first.use, path=path, dim=dim, placement=placement)
     return first.over((join([x.source for x in standins]), join(ports) if ports else None), use=use)

@@ -1,5 +1,6 @@
-"""From the mean gradient to what the optimizer is given: norm, verdict, clipping. Global arrays of true shape."""
+"""From the mean gradient to the new state: norm, verdict, clipping, the update. Global arrays of true shape."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,7 +9,10 @@ import optax
 
 from zero2jax.base.losses import WeightedSum
 from zero2jax.base.pytrees import PyTree
+from zero2jax.base.transformation import update
 from zero2jax.zero.gradient_settings import GradientSettings
+from zero2jax.zero.rounding import rounded, widened, widened_state
+from zero2jax.zero.state import Layout
 
 Metrics = dict[str, Any]
 
@@ -60,6 +64,34 @@ def for_optimizer(grads: PyTree, grad_norm: jax.Array, settings: GradientSetting
     keep = jnp.squeeze(grad_norm < limit)
     clip = lambda g: jax.lax.select(keep, g, (g / grad_norm.astype(g.dtype)) * limit)
     return jax.tree.map(clip, grads)
+
+
+def updated(
+    tx: optax.GradientTransformationExtraArgs,
+    layout: Layout,
+    grads: PyTree,
+    stored: tuple[PyTree, PyTree],
+    applied: jax.Array | None,
+    key: jax.Array | None,
+    given: Mapping[str, Any],
+    offered: Mapping[str, Any],
+) -> tuple[PyTree, PyTree]:
+    """Trainable parameters and optimizer state after the update; as they were where it is not `applied`.
+
+    Args:
+      tx: the optimizer.
+      layout: how the state is stored.
+      grads: as the optimizer gets them.
+      stored: parameters and optimizer state as they are stored; so are the results.
+      applied: whether the step counts; None for yes.
+      key: data of the key of the step's stochastic rounding; None rounds to nearest.
+      given: see `transformation.update`, like `offered`.
+    """
+    with jax.named_scope("zero_update"):
+        seen = widened(stored[0]), widened_state(stored[1], layout.narrow_state)
+        updates, opt_state = update(tx, grads, seen[1], seen[0], given=given, offered=offered)
+        new = optax.apply_updates(seen[0], updates), opt_state
+        return chosen(applied, rounded(new, seen, stored, key), stored)  # type: ignore[no-any-return]
 
 
 def chosen(applied: jax.Array | None, new: PyTree, old: PyTree) -> PyTree:

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
-_GPU_PLATFORMS = ("gpu", "cuda")
+from zero2jax.base.compiler import GPU_PLATFORMS, refusal
+
 _HIDES_LATENCY = "xla_gpu_enable_latency_hiding_scheduler"
 # The names that jax's compilers have had for it, the newest first; one refuses what it does not know.
 _PIPELINED_GATHERS: tuple[dict[str, bool | str], ...] = (
@@ -30,7 +31,7 @@ def with_pipelined_gathers(options: Mapping[str, Any], stage: int, mesh: Mesh) -
       mesh: of the step; only GPUs have these options.
     """
     device = mesh.devices.flat[0]
-    if device.platform not in _GPU_PLATFORMS or stage < 2 or options.get(_HIDES_LATENCY) is False:
+    if device.platform not in GPU_PLATFORMS or stage < 2 or options.get(_HIDES_LATENCY) is False:
         return dict(options)
     local = mesh.local_devices or [device]  # none of a target that is not here
     return {**_spelled(local[0]), **options}
@@ -39,7 +40,7 @@ def with_pipelined_gathers(options: Mapping[str, Any], stage: int, mesh: Mesh) -
 @functools.cache
 def _spelled(device: jax.Device) -> dict[str, bool | str]:
     for options in _PIPELINED_GATHERS:
-        if takes(options, device):
+        if refusal(options, device) is None:
             return options
     warnings.warn(
         f"the compiler of jax {jax.__version__} knows none of the options {[*map(list, _PIPELINED_GATHERS)]}: "
@@ -47,15 +48,3 @@ def _spelled(device: jax.Device) -> dict[str, bool | str]:
         stacklevel=2,
     )
     return {}
-
-
-def takes(options: Mapping[str, Any], device: jax.Device) -> bool:
-    """Whether the compiler for a device knows these options and their values: asked with a trivial function."""
-    scalar = jax.ShapeDtypeStruct((), "float32", sharding=SingleDeviceSharding(device))
-    try:
-        jax.jit(lambda x: x, compiler_options=dict(options)).lower(scalar).compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "compile option" not in str(error) and "While setting option" not in str(error):
-            raise
-        return False
-    return True

@@ -8,10 +8,14 @@ part of `gradients`, so that what only reads settings need not import how gradie
 import dataclasses
 from typing import Any, NoReturn
 
+import numpy as np
+
 from zero2jax.base.checks import is_positive, is_whole
 from zero2jax.base.mesh import DataAxes
 from zero2jax.zero.loss_scale import LossScale
 from zero2jax.zero.precision import Precision
+
+MAX_KEPT_SIZE = 100_000  # elements: to gather fewer again costs more than they hold (DeepSpeed's default)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +32,9 @@ class StepSettings:
       skip_nonfinite: leave the state as it is when the gradient norm is not finite.
       gather: "auto", "use" or "once".
       seed: seed of the keys that the loss function gets.
+      unused: "warn" or "error", where the loss does not use a trainable parameter.
+      max_kept_size: stage 3 keeps, outside of loops, parameters with at most so many elements from forward to backward.
+      max_kept_total: elements of all that it keeps; those that come first in the tree are kept. None for any number.
       loss_scale: how the loss is scaled for backward; None for not at all, or, with float16 anywhere, dynamically.
       axes: the mesh axes that hold different examples, and those that the state is sharded over.
 
@@ -44,6 +51,9 @@ class StepSettings:
     skip_nonfinite: bool = False
     gather: str = "auto"
     seed: int = 0
+    unused: str = "warn"
+    max_kept_size: int = MAX_KEPT_SIZE
+    max_kept_total: int | None = None
     loss_scale: LossScale | None = None
     axes: DataAxes = dataclasses.field(default_factory=DataAxes)
 
@@ -51,6 +61,8 @@ class StepSettings:
         self._check_numbers()
         if self.reduction not in ("mean", "sum"):
             _refuse("reduction", self.reduction, "it is 'mean' or 'sum'")
+        if self.unused not in ("warn", "error"):
+            _refuse("unused", self.unused, "it is 'warn' or 'error'")
         flags = {"skip_nonfinite": self.skip_nonfinite, "shard_over_replicas": self.axes.rest_over_replicas}
         for name, flag in flags.items():
             if not isinstance(flag, bool):
@@ -77,14 +89,22 @@ class StepSettings:
             absent = name == "batch_size" and whole[name] is None
             if not absent and (not is_whole(whole[name]) or whole[name] < 1):
                 _refuse(name, whole[name], "it must be a whole number of at least 1")
+        for name in ("max_kept_size", "max_kept_total"):
+            value = getattr(self, name)
+            if not (is_whole(value) and value >= 0) and not (value is None and name == "max_kept_total"):
+                _refuse(name, value, "it must be a whole number of at least 0")
         if not is_whole(self.seed) or not -(2**31) <= self.seed < 2**32:
             _refuse(
                 "seed", self.seed, "it must be a whole number of 32 bits, since a key holds no more of it"
             )
         for name, value in whole.items():
             object.__setattr__(self, name, None if value is None else int(value))
-        if self.clip_norm is not None and not is_positive(self.clip_norm):
-            rule = "it must be a finite number above 0, or None for no clipping (which 0.0 means in a DeepSpeed JSON)"
+        tiny = float(np.finfo(np.float32).tiny)  # less is 0 in fp32, and so would every update be
+        if self.clip_norm is not None and not (is_positive(self.clip_norm) and float(self.clip_norm) >= tiny):
+            rule = (
+                f"it must be a finite number above 0, or None for no clipping (which 0.0 means in a DeepSpeed JSON); "
+                f"below {tiny:.3g} it is 0 in fp32"
+            )
             _refuse("clip_norm", self.clip_norm, rule)
 
     @property
@@ -100,9 +120,39 @@ class StepSettings:
         clip_norm = None if self.clip_norm is None else float(self.clip_norm)
         axes = dataclasses.asdict(self.axes)
         scale = None if self.loss_scale is None else dataclasses.asdict(self.loss_scale)
-        precision = [*self.precision.names, *["fp32_sum"] * self.precision.fp32_sum]
-        plain = {"precision": precision, "clip_norm": clip_norm, "axes": axes, "loss_scale": scale}
+        plain = {"precision": self.precision.plain, "clip_norm": clip_norm, "axes": axes, "loss_scale": scale}
         return {**values, **plain}
+
+
+class WithSettings:
+    """The settings that others ask for most, by their own names. For what has a record of them."""
+
+    settings: StepSettings
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage, 0 to 3."""
+        return self.settings.stage
+
+    @property
+    def num_microbatches(self) -> int:
+        """The number of slices of each device's part of a batch."""
+        return self.settings.num_microbatches
+
+    @property
+    def batch_size(self) -> int | None:
+        """Examples of every batch over all devices; None takes it from the data."""
+        return self.settings.batch_size
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes of a step."""
+        return self.settings.precision
+
+    @property
+    def axes(self) -> DataAxes:
+        """The mesh axes that hold different examples."""
+        return self.settings.axes
 
 
 def _refuse(name: str, value: Any, rule: str) -> NoReturn:

@@ -14,7 +14,7 @@ ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, arXiv:1910
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -77,6 +77,10 @@ class LeafPlan:
     def num_model_shards(self, mesh: Mesh) -> int:
         """The number of parts that the leaf is sharded into over the mesh axes of `model_spec`."""
         return math.prod(mesh.shape[n] for entry in self.model_spec for n in _axis_names(entry))
+
+    def device_bytes(self, mesh: Mesh) -> int:
+        """Bytes at rest on each device, padding included."""
+        return self.rest_bytes // self.num_model_shards(mesh)
 
     def spec(self, axis_name: AxisName = DATA_AXIS) -> P:
         """PartitionSpec over every axis of the mesh, of the true shape and the one at rest alike."""
@@ -297,8 +301,7 @@ def plan_like(shapes: PyTree, params: ShardPlan) -> ShardPlan:
     known = {leaf.names: leaf for leaf in params.leaves}
 
     def plan_one(names: tuple[str, ...], x: Any) -> LeafPlan:
-        suffixes = [names[start:] for start in range(len(names) + 1)]
-        param = next((known[suffix] for suffix in suffixes if suffix in known), None)
+        param = owner(names, known)
         if param is not None and param.shape == tuple(x.shape):
             return dataclasses.replace(param, names=names, dtype=_dtype(x.dtype))
         layer_dims = param.layer_dims if param is not None and len(x.shape) > param.layer_dims else 0
@@ -307,6 +310,12 @@ def plan_like(shapes: PyTree, params: ShardPlan) -> ShardPlan:
     flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     leaves = tuple(plan_one(path_names(path), x) for path, x in flat)
     return dataclasses.replace(params, leaves=leaves, treedef=treedef)
+
+
+def owner(names: tuple[str, ...], params: Mapping[tuple[str, ...], LeafPlan]) -> LeafPlan | None:
+    """The parameter, of those by their names, with which the path of a leaf of an optimizer's state ends."""
+    suffixes = [names[start:] for start in range(len(names) + 1)]
+    return next((params[suffix] for suffix in suffixes if suffix in params), None)
 
 
 def _dtype(dtype: Any) -> Any:

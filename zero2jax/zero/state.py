@@ -16,6 +16,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from zero2jax.base.checks import type_name
+from zero2jax.base.memories import HOST_MEMORY, in_host_memory
 from zero2jax.base.mesh import DataAxes, axis_size, replicated
 from zero2jax.base.pytrees import (
     LeafPredicate,
@@ -29,10 +30,9 @@ from zero2jax.base.pytrees import (
 from zero2jax.base.transformation import refuse_multi_steps
 from zero2jax.zero.collectives import pad_to
 from zero2jax.zero.loss_scale import LossScale, LossScaleState
-from zero2jax.zero.precision import master_dtype
+from zero2jax.zero.precision import Precision
+from zero2jax.zero.rounding import narrowed, widened
 from zero2jax.zero.shard_plan import LeafPlan, ShardPlan, check_model_axes, make_shard_plan, plan_like
-
-HOST_MEMORY = "pinned_host"  # the memory kind of a state that waits on the host
 
 
 class TrainState(NamedTuple):
@@ -40,8 +40,8 @@ class TrainState(NamedTuple):
 
     Fields:
       step: int32 scalar, number of steps taken; replicated.
-      params: fp32 masters of the trainable leaves and the frozen leaves as given, in the structure of the
-        parameters; padded and sharded as the layout's plan says.
+      params: masters of the trainable leaves (fp32, unless `Precision.master_dtype` says otherwise) and the frozen
+        leaves as given, in the structure of the parameters; padded and sharded as the layout's plan says.
       opt_state: state of the optax transformation, each leaf padded and sharded by its own shape.
       rng: raw key data (uint32) from which every step's keys are derived; replicated.
       loss_scale: of an engine with a loss scale, replicated scalars; else None.
@@ -65,8 +65,15 @@ class Layout:
       loss_scale: how the loss is scaled, if it is.
       host: the mesh of CPU devices in whose memory trainable parameters and optimizer state are stored, one in the
         place of each device of the mesh; None where they are stored on the mesh itself.
+      on_disk: whether files stand for what is stored on `host`: leaves with shape, dtype, sharding and shards, but no
+        arrays.
+      pinned_state: they are stored in the pinned host memory of the mesh's own devices instead; `host` is the mesh.
+      pinned_params: of parameters whose masters the host stores, what the loss sees lies in that memory until it is
+        used.
       resident_params: of the trainable parameters, by index, those that are stored on the mesh all the same.
       resident_state: of the leaves of the optimizer state, by index, those.
+      narrow_state: of the leaves of the optimizer state, by index, those that are fp32 to the optimizer and stored in
+        16 bits.
     """
 
     params: ShardPlan
@@ -74,18 +81,31 @@ class Layout:
     trainable: tuple[bool, ...]
     loss_scale: LossScale | None = None
     host: Mesh | None = None
+    on_disk: bool = False
+    pinned_state: bool = False
+    pinned_params: bool = False
     resident_params: frozenset[int] = frozenset()
     resident_state: frozenset[int] = frozenset()
+    narrow_state: frozenset[int] = frozenset()
 
     def homes(self, mesh: Mesh) -> tuple[list[NamedSharding], list[NamedSharding]]:
         """Where each trainable parameter, and each leaf of the optimizer state, is stored."""
 
         def shardings(plan: ShardPlan, resident: frozenset[int]) -> list[NamedSharding]:
-            home = lambda i: mesh if i in resident else self.host or mesh
-            return [plan.sharding(leaf, home(i)) for i, leaf in enumerate(plan.leaves)]
+            pin = in_host_memory if self.pinned_state else lambda sharding: sharding
+            home = lambda leaf: pin(plan.sharding(leaf, self.host or mesh))
+            here = lambda leaf: plan.sharding(leaf, mesh)
+            return [here(leaf) if i in resident else home(leaf) for i, leaf in enumerate(plan.leaves)]
 
         of_params = shardings(self.trained_params, self.resident_params)
         return of_params, shardings(self.opt_state, self.resident_state)
+
+    def copies(self, mesh: Mesh) -> list[NamedSharding]:
+        """Where what the loss sees of each trainable parameter lies between steps."""
+        plan = self.trained_params
+        pinned = lambda i: self.pinned_params and i not in self.resident_params
+        shardings = [plan.sharding(leaf, mesh) for leaf in plan.leaves]
+        return [in_host_memory(s) if pinned(i) else s for i, s in enumerate(shardings)]
 
     @property
     def trained_params(self) -> ShardPlan:
@@ -95,6 +115,13 @@ class Layout:
             leaves=tuple(leaf for leaf, t in zip(self.params.leaves, self.trainable, strict=True) if t),
             treedef=jax.tree.structure(self.trained(self.params.tree)),
         )
+
+    @property
+    def frozen_params(self) -> ShardPlan:
+        """The plan of the other parameters, as a list."""
+        leaves = [leaf for leaf, t in zip(self.params.leaves, self.trainable, strict=True) if not t]
+        treedef = jax.tree.structure([0] * len(leaves))
+        return dataclasses.replace(self.params, leaves=tuple(leaves), treedef=treedef)
 
     def trained(self, params: PyTree) -> PyTree:
         """The parameters as the optimizer sees them: frozen leaves become `optax.MaskedNode()`."""
@@ -137,6 +164,7 @@ def make_layout(
     layer_dims: PyTree,
     trainable: PyTree | LeafPredicate | None,
     param_specs: PyTree | None,
+    precision: Precision,
     loss_scale: LossScale | None = None,
     host: Mesh | None = None,
 ) -> Layout:
@@ -151,6 +179,7 @@ def make_layout(
       layer_dims: leading layer dims per leaf.
       trainable: tree of booleans or predicate; None means every leaf.
       param_specs: PartitionSpecs of the other axes.
+      precision: in which dtypes they are stored.
       loss_scale: how the loss is scaled.
       host: where trainable parameters and optimizer state are stored; see `Layout`.
 
@@ -171,16 +200,13 @@ def make_layout(
             f"one of them at least."
         )
     _check_floating(shapes, flags)
-    leaves, treedef = jax.tree.flatten(shapes)
-    stored = jax.tree.unflatten(
-        treedef,
-        [
-            jax.ShapeDtypeStruct(x.shape, master_dtype(x.dtype)) if t else x
-            for x, t in zip(leaves, flags, strict=True)
-        ],
-    )
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+    stored = [
+        jax.ShapeDtypeStruct(x.shape, precision.stored(path_string(path), x)) if t else x
+        for (path, x), t in zip(leaves, flags, strict=True)
+    ]
     plan = make_shard_plan(
-        stored,
+        jax.tree.unflatten(treedef, stored),
         axis_size(mesh, axes.rest),
         layer_dims=layer_dims,
         param_specs=param_specs,
@@ -188,10 +214,13 @@ def make_layout(
         axis_name=axes.rest,
     )
     check_model_axes(plan, mesh, axes.names)
-    opt_shapes = jax.eval_shape(tx.init, select(stored, flags))
+    layout = Layout(params=plan, opt_state=plan, trainable=flags, loss_scale=loss_scale, host=host)
+    opt_shapes = jax.eval_shape(
+        lambda trained: tx.init(widened(trained)), layout.trained(jax.tree.unflatten(treedef, stored))
+    )
     refuse_multi_steps(opt_shapes)
-    opt_plan = plan_like(opt_shapes, plan)
-    return Layout(params=plan, opt_state=opt_plan, trainable=flags, loss_scale=loss_scale, host=host)
+    opt_plan, narrow = narrowed(plan_like(opt_shapes, plan), layout.trained_params, precision)
+    return dataclasses.replace(layout, opt_state=opt_plan, narrow_state=narrow)
 
 
 def select(params: PyTree, trainable: tuple[bool, ...]) -> PyTree:
@@ -280,17 +309,28 @@ def _check_structure(state: TrainState, layout: Layout) -> None:
 
 
 def _check_devices(state: TrainState, layout: Layout, mesh: Mesh) -> None:
-    for part in (state.params, state.opt_state):
-        arrays = (x for x in jax.tree.leaves(part) if isinstance(x, jax.Array))
+    if not layout.on_disk and any(_is_file(x) for x in jax.tree.leaves((state.params, state.opt_state))):
+        raise ValueError(
+            "reading the state: it is in the files of an engine with nvme_path, and this one keeps arrays. A state "
+            "goes from the one to the other by a checkpoint."
+        )
+    frozen = [x for x, t in zip(jax.tree.leaves(state.params), layout.trainable, strict=True) if not t]
+    offloaded = jax.tree.leaves((layout.trained(state.params), state.opt_state))
+    for part, may_wait in ((frozen, False), (offloaded, layout.pinned_state)):
+        arrays = (x for x in part if isinstance(x, jax.Array))
         # Without a host a part lies in one place, so that one leaf tells.
         for x in itertools.islice(arrays, 1 if layout.host is None else None):
-            _check_device(x, layout, mesh)
+            _check_device(x, layout, mesh, may_wait)
 
 
-def _check_device(x: jax.Array, layout: Layout, mesh: Mesh) -> None:
+def _is_file(x: Any) -> bool:
+    return hasattr(x, "files")
+
+
+def _check_device(x: jax.Array, layout: Layout, mesh: Mesh, may_wait: bool) -> None:
     if isinstance(x, jax.core.Tracer):
         return
-    if x.sharding.memory_kind == HOST_MEMORY:
+    if x.sharding.memory_kind == HOST_MEMORY and not may_wait:
         raise ValueError(
             "reading the state: it waits in host memory, where engine.offload_state put it. Bring it back first: "
             "state = engine.reload_state(state)."

@@ -21,11 +21,14 @@ from jax.sharding import PartitionSpec as P
 
 from zero2jax.base.losses import Loss, LossTerms, SliceContext, WeightedSum
 from zero2jax.base.pytrees import PyTree
-from zero2jax.base.transformation import learning_rate, update
+from zero2jax.base.transformation import learning_rate
 from zero2jax.zero.gradient_settings import GradientSettings
-from zero2jax.zero.gradients import Gradient, full_params, local_gradients, local_loss
+from zero2jax.zero.gradients import full_params, local_gradients, local_loss
 from zero2jax.zero.loss_scale import LossScaleState
-from zero2jax.zero.prepare import chosen, prepared
+from zero2jax.zero.microbatches import Gradient
+from zero2jax.zero.precision import wide_dtype
+from zero2jax.zero.prepare import chosen, prepared, updated
+from zero2jax.zero.rounding import rounding_key
 from zero2jax.zero.state import Layout, TrainState, merge, pad, store_frozen, unpad
 
 Metrics = dict[str, Any]
@@ -72,7 +75,8 @@ class StepProgram:
             "obj_fn": value_fn,
             "grad_fn": lambda trained, *_: jax.grad(value_fn)(trained),
         }
-        new_trained, opt_state = self.updated(grads, old_opt_state, trained, applied, extra_args, offered)
+        stored, key = (trained, old_opt_state), self.rounding(state)
+        new_trained, opt_state = updated(self.tx, layout, grads, stored, applied, key, extra_args, offered)
         frozen = chosen(applied, store_frozen(params, totals.frozen, layout), params)
         new_params = merge(new_trained, frozen, layout.trainable)
         loss_scale, scale_metrics = self.next_scale(state, metrics["applied"])
@@ -86,19 +90,11 @@ class StepProgram:
         # None where the state shows none
         return new_state, metrics | scale_metrics | {"learning_rate": learning_rate(opt_state)}
 
-    def updated(
-        self,
-        grads: PyTree,
-        opt_state: PyTree,
-        trained: PyTree,
-        applied: jax.Array | None,
-        given: Mapping[str, Any],
-        offered: Mapping[str, Any],
-    ) -> tuple[PyTree, PyTree]:
-        """Trainable parameters and optimizer state after the update; as they were where it is not `applied`."""
-        updates, new_state = update(self.tx, grads, opt_state, trained, given=given, offered=offered)
-        new = optax.apply_updates(trained, updates), new_state
-        return chosen(applied, new, (trained, opt_state))  # type: ignore[no-any-return]
+    def rounding(self, state: TrainState) -> jax.Array | None:
+        """Data of the key by which a step rounds stochastically, if it does."""
+        if not self.settings.precision.rounds_at_random:
+            return None
+        return rounding_key(state.rng, state.step)
 
     def next_scale(self, state: TrainState, applied: jax.Array) -> tuple[LossScaleState | None, Metrics]:
         """The loss scale after a step, and its metrics, where there is one."""
@@ -129,12 +125,21 @@ class StepProgram:
             sums, totals = self.gradients(at, batch, loss_args)
             return totals.mean().loss, self.mean_gradient(sums, self.factor(at, totals), trained)
 
+        def judged_by_nobody(trained: PyTree) -> tuple[jax.Array, PyTree]:
+            if (scaler := self.settings.step.loss_scale) is None:
+                return with_gradient(trained)
+            raise ValueError(
+                f"updating by the optimizer: it asks for the gradient at other parameters than the step's own, as line "
+                f"searches do, and would not notice if one overflowed at the loss scale ({scaler.words}). Compute in "
+                f"bf16 or fp32, without a loss scale, or take another optimizer."
+            )
+
         @jax.custom_vjp
         def value_fn(trained: PyTree) -> jax.Array:
             return with_gradient(trained)[0]  # the compiler drops what makes the gradient
 
         scaled = lambda grads, dy: (jax.tree.map(lambda g: g * dy.astype(g.dtype), grads),)
-        value_fn.defvjp(with_gradient, scaled)
+        value_fn.defvjp(judged_by_nobody, scaled)
         return value_fn
 
     def evaluate(self, state: TrainState, batch: PyTree, loss_args: Mapping[str, PyTree]) -> LossTerms:
@@ -184,9 +189,10 @@ class StepProgram:
         return totals.inverse_weight if scale is None else 1 / scale
 
     def mean_gradient(self, grads: list[jax.Array], factor: jax.Array, like: PyTree) -> PyTree:
-        """Gradient shards times `factor`, at master dtypes and true shapes, as the optimizer sees the gradient."""
+        """Gradient shards times `factor`, at true shapes and in fp32 or wider, as the optimizer sees the gradient."""
         plan = self.layout.trained_params
         grads = unpad(plan.treedef.unflatten(grads), plan, self.mesh)
         # A constant would be multiplied with the optimizer's own: other bits than where the host is handed the factor.
         factor = jax.lax.optimization_barrier(factor)
-        return jax.tree.map(lambda g, p: g.astype(p.dtype) * factor.astype(p.dtype), grads, like)
+        dtypes = jax.tree.map(lambda p: wide_dtype(p.dtype), like)
+        return jax.tree.map(lambda g, dtype: g.astype(dtype) * factor.astype(dtype), grads, dtypes)

@@ -71,17 +71,23 @@ def warn_of_wide_products(jaxpr: Any, compute_dtype: Any) -> None:
     )
 
 
-def warn_of_unused_leaves(jaxpr: Any, paths: Mapping[int, str]) -> None:
-    """Say which leaves, by path under their index, the loss, the first output of a jaxpr, does not depend on."""
+def tell_of_unused_leaves(jaxpr: Any, paths: Mapping[int, str], *, refuse: bool) -> None:
+    """Say which leaves, by path under their index, the loss, the first output of a jaxpr, does not depend on.
+
+    Raises:
+      ValueError: there are such leaves, and `refuse`.
+    """
     used = jaxprs.used_inputs(jaxpr)
     unused = [repr(path) for i, path in paths.items() if not used[i]]
     if not unused:
         return
     named = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
     which = "any of the trainable parameters" if len(unused) == len(paths) else "the trainable parameters"
-    warnings.warn(
+    text = (
         f"tracing the loss function: it does not use {which}: {named}. Their gradients are zero. Compute with the "
         f"params that it is called with, not with those of a model that it closes over; or freeze what is not to be "
-        f"trained: trainable=lambda path, leaf: ...",
-        stacklevel=2,
+        f"trained: trainable=lambda path, leaf: ..."
     )
+    if refuse:
+        raise ValueError(text)
+    warnings.warn(text, stacklevel=2)

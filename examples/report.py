@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 from matplotlib.figure import Figure
@@ -18,8 +19,24 @@ from rich.table import Table
 
 import zero2jax
 
-REST, STEP = "at rest", "during the step"
+REST, STEP, OFFLOAD = "at rest", "during the step", "offload"
 LOGGED = ("loss", "grad_norm", "grad_norm_clipped", "learning_rate", "applied", "held_out_loss")
+
+
+class Trace:
+    """A trace of some steps in a folder, for TensorBoard's profile plugin, xprof or Perfetto; none without a folder."""
+
+    def __init__(self, folder: Path | None, first_step: int, num_steps: int = 3):
+        self._folder, self._first, self._last = folder, first_step, first_step + num_steps - 1
+
+    def before(self, step: int) -> None:
+        if self._folder is not None and step == self._first:
+            jax.profiler.start_trace(self._folder)
+
+    def after(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if self._folder is not None and step == self._last:
+            jax.block_until_ready(metrics)
+            jax.profiler.stop_trace()
 
 
 def read_history(path: Path, before_step: int) -> list[dict[str, Any]]:
@@ -71,8 +88,8 @@ class Log:
             self._console.print(f"step {step}: loss {row['loss']:.3f}, held out {row['held_out_loss']:.3f}")
 
 
-def memory_table(memory: zero2jax.MemoryReport) -> Table:
-    """Bytes per device by class, measured and by formula."""
+def memory_table(memory: zero2jax.MemoryReport, by_stage: Mapping[str, Mapping[str, int]]) -> Table:
+    """Bytes per device by class, measured and by formula; and what the step takes with offload."""
     table = Table(title=f"bytes per device, ZeRO stage {memory.stage} over {memory.num_shards} devices")
     for name in ("class", "measured", "formula"):
         table.add_column(name, justify="left" if name == "class" else "right")
@@ -82,6 +99,8 @@ def memory_table(memory: zero2jax.MemoryReport) -> Table:
         table.add_row(row.name, number(row.measured_bytes), number(row.formula_bytes), row.formula)
     table.add_section()
     table.add_row("total", number(memory.total_bytes), "", " + ".join(memory.held))
+    held = sum(by_stage[OFFLOAD].values())
+    table.add_row(f"total with {OFFLOAD}", number(held), "", "masters and optimizer state in host memory")
     return table
 
 
@@ -92,27 +111,43 @@ def bytes_by_stage(
     param_specs: Any,
     params: Any,
     batch: Any,
-) -> dict[int, dict[str, int]]:
-    """Bytes per device of the step compiled at each ZeRO stage, as `engine` was built but for the stage.
+    trainable: Any = None,
+) -> dict[str, dict[str, int]]:
+    """Bytes per device of the step compiled at each ZeRO stage, as `engine` was built but for the stage; with offload.
 
     `params` and `batch` may be shapes: nothing is allocated or run.
     """
     found = {}
-    for stage in (0, 1, 2, 3):
-        if stage == engine.stage:
+    own, host = str(engine.stage), zero2jax.OffloadSettings()
+    for name, stage in {"0": 0, "1": 1, "2": 2, "3": 3, OFFLOAD: engine.stage}.items():
+        if name == own:
             other = engine
         else:
             zero = dataclasses.replace(config.zero_optimization, stage=stage)
             changed = dataclasses.replace(config, zero_optimization=zero)
-            other = zero2jax.initialize(engine.loss_fn, tx, changed, engine.mesh, param_specs=param_specs)
+            other = zero2jax.initialize(
+                engine.loss_fn,
+                tx,
+                changed,
+                engine.mesh,
+                param_specs=param_specs,
+                trainable=trainable,
+                offload=host if name == OFFLOAD else None,
+            )
             other.abstract_state(params)
         memory = other.lower(batch).compile().memory_analysis()
-        found[stage] = {REST: memory.argument_size_in_bytes, STEP: memory.temp_size_in_bytes}
+        found[name] = {REST: memory.argument_size_in_bytes, STEP: memory.temp_size_in_bytes}
+        if name == OFFLOAD:  # gradients leave the step that runs on the devices
+            found[name][STEP] += memory.output_size_in_bytes
     return found
 
 
 def save_figure(
-    path: Path, history: Sequence[Mapping[str, float]], by_stage: Mapping[int, Mapping[str, int]], stage: int
+    path: Path,
+    history: Sequence[Mapping[str, float]],
+    by_stage: Mapping[str, Mapping[str, int]],
+    stage: int,
+    unit: str,
 ) -> None:
     """A PNG: training and held-out loss by step; bytes per device by stage, the stage of this run in bold."""
     figure = Figure(figsize=(11, 4), layout="constrained")
@@ -123,7 +158,7 @@ def save_figure(
     loss.plot([r["step"] for r in training], [r["loss"] for r in training], alpha=0.5)
     loss.plot([r["step"] for r in held_out], [r["held_out_loss"] for r in held_out], "o-")
     loss.legend(["training", "held out"])
-    loss.set(xlabel="step", ylabel="nats per byte", title="loss")
+    loss.set(xlabel="step", ylabel=unit, title="loss")
     loss.grid(alpha=0.3)
 
     stages = list(by_stage)
@@ -131,9 +166,9 @@ def save_figure(
     memory.bar(stages, mib[REST], label=REST)
     bars = memory.bar(stages, mib[STEP], bottom=mib[REST], label=STEP, alpha=0.5)
     memory.bar_label(bars, [f"{rest + step:.1f}" for rest, step in zip(mib[REST], mib[STEP], strict=True)])
-    memory.set_xticks(stages, [f"stage {s}" for s in stages])
+    memory.set_xticks(stages, [f"{stage}, {s}" if s == OFFLOAD else f"stage {s}" for s in stages])
     for label, s in zip(memory.get_xticklabels(), stages, strict=True):
-        label.set_fontweight("bold" if s == stage else "normal")
+        label.set_fontweight("bold" if s == str(stage) else "normal")
     memory.legend()
     memory.set(ylabel="MiB per device", title="memory of the compiled step")
     figure.savefig(path, dpi=120)

@@ -1,0 +1,63 @@
+"""What is measured of transfers: by arrays that take a known time, and in the metrics of a step."""
+
+import dataclasses
+import time
+
+import jax
+import numpy as np
+import optax
+import pytest
+from helpers import make_batch, make_engine, make_params
+
+import zero2jax
+from zero2jax.offload.rates import Rates
+
+
+@dataclasses.dataclass(eq=False)
+class Slow:
+    """Stands for an array of 300 bytes that is there after so many seconds of waiting."""
+
+    wait_s: float
+    data = np.zeros(300, np.int8)
+
+    def block_until_ready(self):
+        time.sleep(self.wait_s)
+        return self
+
+    @property
+    def addressable_shards(self):
+        return [self]
+
+
+def over(rates):
+    """Wait for what the threads wait for."""
+    for thread in rates._threads.values():
+        thread.submit(lambda: None).result()
+
+
+def test_rates_count_from_when_a_transfer_could_begin():
+    rates = Rates()
+    rates.begin(Slow(0.2))  # the gradients
+    for _ in range(2):
+        rates.moving("down", [object(), same := object()], [Slow(0.1), same])
+    rates._threads["down"].submit(lambda: None).result()
+    rates.moving("up", [object()], [Slow(0.2)])
+    rates.end()
+    over(rates)
+    known = rates.metrics()
+    assert known["offload_down_bytes_per_s"] == pytest.approx(3000, rel=0.3)
+    assert known["offload_up_bytes_per_s"] == pytest.approx(1500, rel=0.3)
+    # 0.2 s down and 0.2 s up, after 0.2 s for gradients
+    assert known["offload_share"] == pytest.approx(2 / 3, rel=0.2)
+
+
+def test_a_step_says_what_the_one_before_moved(tmp_path):
+    host = zero2jax.OffloadSettings(host_devices=tuple(jax.devices()[4:6]), nvme_path=tmp_path, measure=True)
+    engine = make_engine(2, tx=optax.sgd(1e-2), offload=host)
+    state, first = engine.step(engine.init(make_params()), make_batch())
+    assert first["offload_write_bytes_per_s"] > 0
+    over(engine.functions.step.rates)
+    state, second = engine.step(state, make_batch())
+    assert 0 < second["offload_share"] < 1
+    assert second["offload_down_bytes_per_s"] > 0
+    assert second["offload_up_bytes_per_s"] > 0
