@@ -20,7 +20,8 @@ def environment(**variables):
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NNODES", "NODE_RANK"}
     kept = {k: v for k, v in os.environ.items() if not k.startswith(known) and k not in names}
     path = os.pathsep.join([str(TESTS.parent), str(TESTS), kept.get("PYTHONPATH", "")])
-    return {**kept, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **variables}
+    quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # as `conftest.py` has it
+    return {**kept, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **quick, **variables}
 
 
 def write_program(folder, text):
