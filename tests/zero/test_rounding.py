@@ -270,3 +270,12 @@ def test_what_is_stored_is_part_of_what_processes_and_checkpoints_compare():
         "state_dtype bfloat16",
         "rounded to nearest",
     ]
+
+
+def test_float16_masters_stop_at_the_largest_number():
+    """An update of 1e5 from 0 does not fit; what is not a number stays so."""
+    new = {"w": jnp.array([1e5, -1e5, 1.5, jnp.nan], jnp.float32)}
+    stored = {"w": jnp.zeros(4, jnp.float16)}
+    found = rounded(new, new, stored)["w"]
+    assert found.dtype == jnp.float16
+    np.testing.assert_array_equal(found, np.array([65504, -65504, 1.5, np.nan], np.float16))

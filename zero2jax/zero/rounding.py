@@ -85,6 +85,9 @@ def rounded(new: PyTree, seen: PyTree, stored: PyTree, key: jax.Array | None = N
 
 
 def _rounded(x: jax.Array, dtype: Any, key: jax.Array | None, number: int) -> jax.Array:
+    if dtype == jnp.float16:  # a finite number stays one
+        largest = float(jnp.finfo(dtype).max)
+        return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
     if dtype != jnp.bfloat16 or key is None:
         return x.astype(dtype)
     own = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), number)
