@@ -281,6 +281,7 @@ def test_a_budget_chooses_the_ratio_and_a_delay_is_passed_on():
     block = {"device": "cpu", "device_bytes": 1000, "delay_after": 3}
     offload = translate(read_config(zero(stage=2, offload_optimizer=block)), shards_from="").offload
     assert (offload.ratio, offload.device_bytes, offload.delay_after) == ("auto", 1000, 3)
+    read_config(zero(stage=3, offload_optimizer={**block, "ratio": "auto"}))  # the same, in words
     with pytest.raises(
         ConfigError, match=r"device_bytes = 1000: it chooses the ratio, and the file gives one"
     ):

@@ -149,7 +149,7 @@ def _zero_rules(config: Config, report: Report) -> None:
     if (
         offload is not None
         and offload.device_bytes is not None
-        and f"{path}.offload_optimizer.ratio" in config.given
+        and config.source["zero_optimization"]["offload_optimizer"].get("ratio", "auto") != "auto"
     ):
         rule = "it chooses the ratio, and the file gives one"
         report.error(
