@@ -66,7 +66,10 @@ def test_offload_changes_no_bit_without_fused_multiply_adds():
 @pytest.fixture(scope="module")
 def engines():
     """An engine that offloads and one that does not, otherwise alike."""
-    return tuple(make_engine(NUM, tx=rated(), offload=offload, **SETTINGS) for offload in (host(), None))
+    both = tuple(make_engine(NUM, tx=rated(), offload=offload, **SETTINGS) for offload in (host(), None))
+    for engine in both:  # so that a test may begin with a restore
+        engine.abstract_state(make_params())
+    return both
 
 
 def bytes_of(devices):
