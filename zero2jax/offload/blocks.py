@@ -11,51 +11,12 @@ from typing import Any
 
 from zero2jax.base import jaxprs
 
-_ELEMENTWISE = frozenset(
-    ("abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type", "copy")
-)
-_ELEMENTWISE |= {
-    "copy_p",
-    "cos",
-    "div",
-    "eq",
-    "erf",
-    "exp",
-    "exp2",
-    "expm1",
-    "floor",
-    "ge",
-    "gt",
-    "integer_pow",
-}
-_ELEMENTWISE |= {
-    "is_finite",
-    "le",
-    "log",
-    "log1p",
-    "logistic",
-    "lt",
-    "max",
-    "min",
-    "mul",
-    "ne",
-    "neg",
-    "not",
-    "or",
-}
-_ELEMENTWISE |= {
-    "pow",
-    "reduce_precision",
-    "rem",
-    "round",
-    "rsqrt",
-    "select_n",
-    "sign",
-    "sin",
-    "sqrt",
-    "square",
-}
-_ELEMENTWISE |= {"stop_gradient", "sub", "tan", "tanh", "xor"}
+_NAMES = """
+    abs add add_any and cbrt ceil clamp convert_element_type copy copy_p cos div eq erf exp exp2 expm1
+    floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow
+    reduce_precision rem round rsqrt select_n sign sin sqrt square stop_gradient sub tan tanh xor
+"""
+_ELEMENTWISE = frozenset(_NAMES.split())
 
 
 @dataclasses.dataclass(frozen=True)
