@@ -57,10 +57,20 @@ def test_loss_scales_that_cannot_be_are_refused(block, error):
     read_config({"fp16": {"enabled": False, **block}})
 
 
-def test_twin_flow_ratio_needs_stage_3():
+def test_a_part_of_the_optimizer_goes_to_the_host_at_any_stage_which_deepspeed_does_not_read():
     offload = {"device": "cpu", "ratio": 0.3}
-    assert "needs stage 3" in errors_of(zero(stage=2, offload_optimizer=offload))[0]
-    read_config(zero(stage=3, offload_optimizer=offload))
+    assert read_config(zero(stage=3, offload_optimizer=offload)).notes == ()
+    for stage in (0, 1, 2):
+        (note,) = read_config(zero(stage=stage, offload_optimizer=offload)).notes
+        assert note.endswith(f"ratio = 0.3 at stage {stage}: in DeepSpeed it needs stage 3.")
+
+
+def test_parameters_on_the_host_do_not_go_with_groups_that_have_shards_of_their_own():
+    cpu = {"device": "cpu"}
+    blocks = {"stage": 3, "zero_hpz_partition_size": 4, "offload_param": cpu}
+    (error,) = errors_of(zero(**blocks, offload_optimizer=cpu))
+    assert error.startswith("zero_optimization.zero_hpz_partition_size = 4: beside offload_param")
+    read_config(zero(**blocks | {"offload_param": {"device": "none"}}, offload_optimizer=cpu))
 
 
 def test_allgather_bucket_size_must_be_even():

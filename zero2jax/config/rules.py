@@ -144,8 +144,9 @@ def _zero_rules(config: Config, report: Report) -> None:
         report.notes.append(f"{path} without a stage is stage 0, as in DeepSpeed: nothing is sharded.")
     offload = zero.offload_optimizer
     if offload is not None and offload.ratio < 1.0 and zero.stage != 3:
-        rule = f"a part of the optimizer on the host needs stage 3, the stage is {zero.stage}"
-        report.error(f"{path}.offload_optimizer.ratio", offload.ratio, rule, "Use 1.0 or stage 3.")
+        report.notes.append(
+            f"{path}.offload_optimizer.ratio = {offload.ratio:g} at stage {zero.stage}: in DeepSpeed it needs stage 3."
+        )
     if (
         offload is not None
         and offload.device_bytes is not None
@@ -163,6 +164,15 @@ def _zero_rules(config: Config, report: Report) -> None:
     if offload_device(config) == "nvme" and not (offload and offload.nvme_path):
         rule = "it needs nvme_path, a folder of a local disk"
         report.error(f"{path}.offload_optimizer.device", "nvme", rule, 'Give nvme_path, or use "cpu".')
+    if (
+        param_device(config) == "cpu"
+        and offload_device(config) != "none"
+        and zero.zero_hpz_partition_size > 1
+    ):
+        rule = "beside offload_param the shards of a group lie in the hosts of its own devices"
+        report.error(
+            f"{path}.zero_hpz_partition_size", zero.zero_hpz_partition_size, rule, "Keep one of the two."
+        )
     if zero.mics_shard_size > 0 and zero.zero_hpz_partition_size > 1:
         rule = "it and zero_hpz_partition_size both give the size of a group"
         report.error(f"{path}.mics_shard_size", zero.mics_shard_size, rule, "Keep one of the two.")
