@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import zero2jax
-from zero2jax.memory.out_of_memory import wanted_bytes, ways_out
+from zero2jax.memory.out_of_memory import explained, wanted_bytes, ways_out
 
 P = {"big": np.ones((64, 32), np.float32), "small": np.ones(32, np.float32)}
 NUM = 64 * 32 + 32
@@ -59,6 +59,17 @@ def test_a_step_and_init_raise_the_same_error_chained_to_the_first():
             lambda: (_ for _ in ()).throw(jax.errors.JaxRuntimeError("INTERNAL: something else"))
         )
     assert not isinstance(other.value, zero2jax.OutOfMemoryError)
+
+
+def test_of_pinned_host_memory_its_limits_are_named_and_no_devices(monkeypatch):
+    monkeypatch.setattr("zero2jax.memory.out_of_memory.pinned_limit_bytes", lambda: 64 << 30)
+    monkeypatch.setattr("zero2jax.memory.out_of_memory.locked_limit_bytes", lambda: 2**23)
+    text = "RESOURCE_EXHAUSTED: Out of host memory allocating 2048 bytes."
+    message = (
+        r"pinned host memory .* asked for 2.00 KiB .* 64.00 GiB .*LIMIT_GB to more .* ulimit -l is 8.00 MiB"
+    )
+    with pytest.raises(zero2jax.OutOfMemoryError, match=message), explained(lambda: None):
+        raise jax.errors.JaxRuntimeError(text)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,34 @@ An array in the host's memory is computed with by nobody: it is sliced there, an
 transfers like other work.
 """
 
+import os
+from collections.abc import Mapping
+
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 HOST_MEMORY = "pinned_host"
 """The memory kind of what waits on the host: on a GPU, and on simulated CPU devices."""
+
+
+PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""What XLA's client of the GPUs reads when it starts: GiB of pinned host memory of the process; 64 by default."""
+
+
+def pinned_limit_bytes(env: Mapping[str, str] = os.environ) -> int | None:
+    """Pinned host memory that XLA gives this process on GPUs; None if the variable says no number."""
+    text = env.get(PINNED_LIMIT, "64").strip()
+    return int(text) << 30 if text.isdecimal() else None
+
+
+def locked_limit_bytes() -> int | None:
+    """What the system lets this process lock (`ulimit -l`); None for as much as it likes."""
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def to_device(x: jax.Array) -> jax.Array:

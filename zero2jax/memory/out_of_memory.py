@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import jax
 
+from zero2jax.base.memories import PINNED_LIMIT, locked_limit_bytes, pinned_limit_bytes
 from zero2jax.base.tables import aligned, readable_bytes
 from zero2jax.memory.report import memory_report
 from zero2jax.programs.formulas import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, class_formulas
@@ -28,6 +29,7 @@ from zero2jax.zero.step import StepProgram
 _EXHAUSTED = "RESOURCE_EXHAUSTED"
 _WANTED = re.compile(r"allocat\w*\s+(?:\w+\s+)?([\d.,]+)\s*(TiB|GiB|MiB|KiB|bytes|B)\b", re.IGNORECASE)
 _UNITS = {"tib": 2**40, "gib": 2**30, "mib": 2**20, "kib": 2**10}
+_ON_HOST = re.compile(r"\b(pinned|out of) host\b", re.IGNORECASE)
 _MOST_LEAVES = 5
 _MOST_WAYS = 3
 
@@ -68,6 +70,8 @@ def explained(program: Callable[[], StepProgram | None], state: TrainState | Non
         if _EXHAUSTED not in str(error):
             raise
         wanted = wanted_bytes(str(error))
+        if _ON_HOST.search(str(error)):
+            raise OutOfMemoryError(_explanation_of_host(wanted), wanted) from error
         raise OutOfMemoryError(_explanation(wanted, program(), state), wanted) from error
 
 
@@ -82,6 +86,17 @@ def wanted_bytes(text: str) -> int | None:
     if found is None:
         return None
     return int(float(found[1].rstrip(".").replace(",", "")) * _UNITS.get(found[2].lower(), 1))
+
+
+def _explanation_of_host(wanted: int | None) -> str:
+    asked = "more than there is" if wanted is None else f"{readable_bytes(wanted)} at once"
+    limit, locked = pinned_limit_bytes(), locked_limit_bytes()
+    return (
+        f"{_EXHAUSTED}: the pinned host memory has no room: a program asked for {asked}. XLA pins "
+        f"{'no more than it is told' if limit is None else readable_bytes(limit)} for a process: set {PINNED_LIMIT} "
+        f"to more before anything uses jax. ulimit -l is "
+        f"{'unlimited' if locked is None else readable_bytes(locked)}."
+    )
 
 
 def _explanation(wanted: int | None, program: StepProgram | None, state: TrainState | None) -> str:
