@@ -181,7 +181,7 @@ class Engine(WithSettings):
             trainable=trainable,
             param_specs=param_specs,
             layer_dims=layer_dims,
-            host=None if offload is None else host_mesh(mesh, offload),
+            host=None if offload is None else host_mesh(mesh, offload, self.settings),
         )
         self._compiler_options = step_options(compiler_options, mesh)
         self._functions: Compiled | None = None

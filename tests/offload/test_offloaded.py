@@ -1,5 +1,6 @@
 """Masters and optimizer state on other devices than those that compute: these stand for the host's memory."""
 
+import dataclasses
 import gc
 import json
 import os
@@ -23,7 +24,8 @@ from helpers import (
 from spawn import PROGRAMS, TIMEOUT_S, environment
 
 import zero2jax
-from zero2jax.offload import host_memory
+from zero2jax.base import memories
+from zero2jax.offload import host_memory, offloaded
 from zero2jax.offload.host_mesh import host_mesh
 
 NUM = 2
@@ -59,7 +61,7 @@ def test_offload_changes_no_bit_without_fused_multiply_adds():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     differ = json.loads(done.stdout.splitlines()[-1])
-    assert len(differ) == 9
+    assert len(differ) == 10
     assert {case: names for case, names in differ.items() if names} == {}
 
 
@@ -209,10 +211,41 @@ def test_inside_of_a_program_of_the_user_it_is_refused(engines):
         jax.jit(lambda batch: engine.step(state, batch))(make_batch())
 
 
-def test_an_optimizer_that_asks_for_the_loss_as_a_function_is_refused():
-    engine = make_engine(NUM, tx=optax.lbfgs(), offload=host())
-    with pytest.raises(ValueError, match="value_fn"):
-        engine.step(engine.init(make_params()), make_batch())
+@pytest.mark.parametrize("settings", [{}, {"update_on": "device"}, {"ratio": "auto", "device_bytes": 10**6}])
+def test_an_optimizer_that_asks_for_the_loss_as_a_function_is_refused(settings):
+    engine = make_engine(NUM, tx=optax.lbfgs(), offload=zero2jax.OffloadSettings(**settings))
+    message = r"offloading to host memory \(offload=...\): the optimizer takes value_fn, .* without offload"
+    with pytest.raises(ValueError, match=message):
+        engine.abstract_state(make_params())
+
+
+def test_copies_are_written_over_gradients_and_the_first_ones_made_chunk_by_chunk(engines, monkeypatch):
+    engine, _ = engines
+    state, _ = engine.step(engine.init(make_params()), make_batch())
+    given, own = [], offloaded.moved
+
+    def moved(arrays, shardings):
+        arrived = own(arrays, shardings)
+        given.append((arrays, arrived))
+        return arrived
+
+    monkeypatch.setattr(offloaded, "moved", moved)
+    engine.step(state, make_batch())
+    there = set(host().host_devices)
+    down = [
+        y for xs, ys in given for x, y in zip(xs, ys, strict=True) if x is not y and devices_of(y) == there
+    ]
+    grads = [x for x in down if x.ndim]
+    assert {x.dtype for x in grads} == {jnp.dtype(jnp.bfloat16)}
+    assert all(x.is_deleted() for x in grads)
+    # from a master each, when a state has no copies yet
+    single = make_engine(
+        NUM, offload=zero2jax.OffloadSettings(host_devices=host().host_devices, chunk_bytes=1)
+    )
+    state = single.init(make_params())
+    given.clear()
+    single.functions.on_devices(state)
+    assert [len(arrived) for _, arrived in given if arrived and devices_of(arrived) != there] == [1] * 5
 
 
 def test_too_few_cpu_devices_are_an_error_that_says_how_many():
@@ -220,15 +253,42 @@ def test_too_few_cpu_devices_are_an_error_that_says_how_many():
     with pytest.raises(ValueError, match=r'has 2 devices in the mesh and 1 CPU .*"jax_num_cpu_devices", 2'):
         make_engine(2, offload=settings)
     mesh = zero2jax.make_mesh(data=4, model=2)
-    assert host_mesh(mesh, zero2jax.OffloadSettings()) is mesh
+    assert host_mesh(mesh, zero2jax.OffloadSettings(), make_engine(1).settings) is mesh
+
+
+def test_more_pinned_memory_than_xla_gives_is_refused_with_the_variable_that_gives_more(monkeypatch):
+    rows, hosts = [(70 * 1024, 64 * 1024), (70 * 1024, -1)], ["a", "b"]
+    host_memory.check_pinned([(64 * 1024, 64 * 1024), *rows[1:]], hosts)
+    for locked, words in ((None, "uses jax. Or"), (2**20, r"uses jax \(and ulimit -l, 1.00 MiB here,")):
+        monkeypatch.setattr("zero2jax.offload.host_memory.locked_limit_bytes", lambda locked=locked: locked)
+        message = (
+            rf"process 0 \(host a\) stores 70.00 GiB .* pins 64.00 GiB .*LIMIT_GB=78 before anything {words}"
+        )
+        with pytest.raises(ValueError, match=message):
+            host_memory.check_pinned(rows, hosts)
+    assert [memories.pinned_limit_bytes(env) for env in ({}, {memories.PINNED_LIMIT: "3"})] == [
+        64 << 30,
+        3 << 30,
+    ]
+    # an engine asks before it places anything
+    engine = make_engine(NUM, stage=3, offload=zero2jax.OffloadSettings(update_on="device", params=True))
+    monkeypatch.setattr("zero2jax.offload.offloaded.pinned_row", lambda *args: np.array([2, 1], np.int32))
+    with pytest.raises(ValueError, match=r"offloading to pinned host memory: process 0 \(host here\)"):
+        engine.init(make_params())
+    engine.abstract_state(make_params())
+    layout, settings = engine.layout, engine._blueprint.program(engine.layout).settings
+    assert host_memory.pinned_row(layout, settings, engine.mesh).tolist() == [1, -1]
 
 
 def test_a_host_without_room_is_refused_before_anything_is_placed(engines, monkeypatch, tmp_path):
     engine, plain = engines
-    engine.abstract_state(make_params())
     layout, settings = engine.layout, engine._blueprint.program(engine.layout).settings
-    # Of 133 trained parameters fp32 masters and two moments, bf16 gradients and copies; padding and scalars besides.
-    assert 133 * 16 <= host_memory.needed_bytes(layout, settings, engine.mesh) <= 133 * 16 * 1.3
+    # Of 133 trained parameters fp32 masters and two moments, and bf16 copies in the place of gradients; padding and
+    # scalars besides.
+    staged = host_memory.staged_bytes(layout, settings, engine.mesh, None, host())
+    assert 133 * 14 <= host_memory.needed_bytes(layout, settings, engine.mesh, staged) <= 133 * 14 * 1.3
+    measured = dataclasses.replace(host(), measure=True)
+    assert host_memory.staged_bytes(layout, settings, engine.mesh, None, measured) == 2 * staged
     with monkeypatch.context() as patch:
         patch.setattr("zero2jax.offload.host_memory.available_bytes", lambda: 0)
         with pytest.raises(

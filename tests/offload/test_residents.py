@@ -147,17 +147,20 @@ def reduced_bytes(engine):
 
 def test_gradients_go_down_in_the_dtype_that_they_are_reduced_in():
     ratios = []
-    for stage in (1, 2):
+    for stage, num_microbatches, fp32_sum in ((1, 2, False), (2, 2, False), (2, 1, False), (2, 1, True)):
         settings = zero2jax.OffloadSettings(host_devices=HOST)
-        precision = zero2jax.Precision()
-        engine = make_engine(2, stage=stage, num_microbatches=2, precision=precision, offload=settings)
+        precision = zero2jax.Precision(fp32_sum=fp32_sum)
+        engine = make_engine(
+            2, stage=stage, num_microbatches=num_microbatches, precision=precision, offload=settings
+        )
         engine.abstract_state(make_params())
         down, up = transfer_bytes(
             engine.layout, engine._blueprint.program(engine.layout).settings, engine.mesh
         )
         assert down == reduced_bytes(engine)
         ratios.append(down / up)
-    assert ratios == [1, 2]  # stage 2 adds microbatches in fp32; stage 1 reduces their sum in bf16
+    # Stage 2 adds microbatches in fp32, and stage 1 reduces their sum in bf16; what is added in fp32 stays so.
+    assert ratios == [1, 2, 1, 2]
 
 
 def test_a_chunk_counts_what_a_device_has_of_a_leaf_that_a_model_axis_shards():

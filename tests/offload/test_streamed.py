@@ -156,7 +156,14 @@ def test_what_it_cannot_do_is_an_error_that_says_so(engines, monkeypatch):
     with pytest.raises(ValueError, match="params is 1; it is True or False"):
         zero2jax.OffloadSettings(params=1)
     with pytest.raises(ValueError, match=r"offloading parameters .* at stage 2: .* Use stage=3"):
-        make_engine(NUM, stage=2, offload=STREAMED).abstract_state(make_params())
+        make_engine(NUM, stage=2, offload=STREAMED)
+    mesh = zero2jax.make_mesh(replica=2, data=2)
+    with pytest.raises(
+        ValueError, match=r"offloading parameters .* with shard_over_replicas: .* Use stage=3"
+    ):
+        zero2jax.Engine(
+            mean_loss, optax.adam(1e-2), mesh, stage=3, shard_over_replicas=True, offload=STREAMED
+        )
     asks = optax.GradientTransformationExtraArgs(
         lambda params: (), lambda grads, state, params=None, *, temperature: (grads, state)
     )
@@ -167,4 +174,4 @@ def test_what_it_cannot_do_is_an_error_that_says_so(engines, monkeypatch):
     with pytest.raises(
         ValueError, match=re.escape("no 'pinned_host'. Use a newer jax, or OffloadSettings()")
     ):
-        make_engine(NUM, offload=STREAMED)
+        make_engine(NUM, stage=3, offload=STREAMED)

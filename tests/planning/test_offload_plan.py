@@ -95,7 +95,7 @@ def test_files_are_counted_as_their_own_class_twice_and_host_memory_by_chunks():
     found = offload_plan(engine, engine.functions._program.settings, get_target("cpu"), 2)
     assert found.disk_bytes == 2 * (12 * ELEMENTS // N + 4)
     # one leaf, so one chunk: all of it is there
-    assert found.host_bytes == 16 * ELEMENTS // N + 4
+    assert found.host_bytes == 14 * ELEMENTS // N + 4
     late = zero2jax.OffloadSettings(delay_after=0)
     engine = zero2jax.Engine(p.loss_fn, p.tx, zero2jax.make_mesh(data=N), offload=late)
     engine.abstract_state(p.params)
@@ -154,7 +154,9 @@ def test_for_simulated_devices_what_is_pinned_counts_as_the_hosts():
 
 def test_on_the_host_two_chunks_are_there_at_a_time():
     report, num = stack_plan("cpu", params=True)
-    assert report.offload.staged_bytes == 4 * num // 2  # of one leaf: bf16 gradients and copies
+    assert (
+        report.offload.staged_bytes == 2 * num // 2
+    )  # of one leaf: bf16 gradients, and copies in their place
     shapes = {name: jax.ShapeDtypeStruct((64, 64), jnp.float32) for name in "abcd"}
     settings = zero2jax.OffloadSettings(chunk_bytes=64)
     loss = lambda params, batch: sum(jnp.mean((batch @ w) ** 2) for w in params.values())
@@ -162,4 +164,4 @@ def test_on_the_host_two_chunks_are_there_at_a_time():
     several = zero2jax.plan(
         loss, shapes, batch, tx=optax.adam(1e-2), axes={"data": 2}, target="cpu", offload=settings
     )
-    assert several.offload.staged_bytes == (several.offload.down_bytes + several.offload.up_bytes) // 2
+    assert several.offload.staged_bytes == several.offload.down_bytes // 2 == several.offload.up_bytes // 2

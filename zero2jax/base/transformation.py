@@ -44,7 +44,15 @@ _MULTI_STEPS = (
 
 
 class MissingArgumentsError(ValueError):
-    """An optimizer needs arguments that nobody has given."""
+    """An optimizer needs arguments that nobody has given.
+
+    Attributes:
+      names: of these arguments.
+    """
+
+    def __init__(self, message: str, names: tuple[str, ...] = ()):
+        super().__init__(message)
+        self.names = names
 
 
 def update(
@@ -94,7 +102,8 @@ def update(
                     f"updating by the optimizer: it needs the arguments {missing[1]}, and the step has "
                     f"{sorted({*offered, *given})}. Pass arrays by engine.step(state, batch, name=array). A function "
                     f"of your own cannot be passed: keep your own jitted step, and shard the state of the optimizer by "
-                    f"zero2jax.shard_optimizer."
+                    f"zero2jax.shard_optimizer.",
+                    tuple(re.findall(r"\w+(?=')", missing[1])),
                 ) from error
             if changed == chosen:
                 raise

@@ -4,23 +4,22 @@ import itertools
 
 from zero2jax.base.tables import readable_bytes
 from zero2jax.offload.parts import Split
-from zero2jax.offload.residents import update_split
 from zero2jax.zero.state import Layout
 from zero2jax.zero.step import StepProgram
 
 
-def ratio_that_fits(program: StepProgram, device_bytes: int, num_copies: int = 1) -> float:
+def ratio_that_fits(program: StepProgram, split: Split, device_bytes: int, num_copies: int = 1) -> float:
     """The smallest ratio at which a device stores no more than a budget between steps.
 
     Args:
       program: its layout has a host.
+      split: the parts of its update.
       device_bytes: for frozen parameters, copies of trainable ones, and the masters and optimizer state that stay.
       num_copies: how many copies of a parameter the devices store.
 
     Raises:
       ValueError: with all of the state on the host it stores more.
     """
-    split = update_split(program)
     stored = stored_bytes(program, split, num_copies)
     fitting = [number for number, size in enumerate(stored, 1) if size <= device_bytes]
     if not fitting:

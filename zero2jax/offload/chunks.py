@@ -62,6 +62,7 @@ class ChunkedUpdate:
       complete: whether copies are made, and what belongs to no part: shared leaves of the state, the learning rate.
       options: for the compiler.
       in_flight: how many parts' gradients and copies may be in host memory at a time; None for all, waiting for none.
+      reuse: whether a copy is written over its gradient, where they have one dtype; nobody else may look at it then.
 
     Attributes:
       shared: indices of arguments, leaves of the state, that all parts read.
@@ -76,6 +77,7 @@ class ChunkedUpdate:
         complete: bool,
         options: Mapping[str, Any],
         in_flight: int | None = IN_FLIGHT,
+        reuse: bool = False,
     ):
         self._in_flight = in_flight
         self._flat, self._shardings, self._complete = flat, shardings, complete
@@ -86,14 +88,15 @@ class ChunkedUpdate:
             own = [*part.params, *[flat.num_params + j for j in part.state]]
             copies = [flat.copies_at + i for i in part.params]
             which = [*own, *copies, *(more if k == 0 else [])] if complete else own
-            self._parts.append((part, self._program(flat.jaxpr, own, which, options)))
+            spent = [i for i in copies if complete and reuse and _same_type(flat.jaxpr, i)]
+            self._parts.append((part, self._program(flat.jaxpr, [*own, *spent], which, options)))
 
     def _program(
-        self, jaxpr: Any, own: Sequence[int], which: Sequence[int], options: Mapping[str, Any]
+        self, jaxpr: Any, donatable: Sequence[int], which: Sequence[int], options: Mapping[str, Any]
     ) -> "_Program":
         function, used = jaxprs.part_of(jaxpr, which)
-        donated = [i for i in used if i in set(own)]
-        others = [i for i in used if i not in set(own)]
+        donated = [i for i in used if i in set(donatable)]
+        others = [i for i in used if i not in set(donatable)]
 
         def update(donated_values: list[Any], other_values: list[Any]) -> list[Any]:
             values = dict(zip([*donated, *others], [*donated_values, *other_values], strict=True))
@@ -147,6 +150,12 @@ class ChunkedUpdate:
         copies = [made[at + i] for i in part.params]
         sent = copies if up is None else up(part.params, copies)
         return made | {at + i: x for i, x in zip(part.params, sent, strict=True)}, sent
+
+
+def _same_type(jaxpr: Any, i: int) -> bool:
+    """Whether gradient and copy, which have one index, have one shape and dtype."""
+    before, after = jaxprs.inputs(jaxpr)[i].aval, jaxprs.outputs(jaxpr)[i].aval
+    return (before.shape, before.dtype) == (after.shape, after.dtype)
 
 
 class _Program:

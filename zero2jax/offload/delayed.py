@@ -14,9 +14,7 @@ none, and its first step is not delayed. ZeRO-Offload, arXiv:2101.06840, section
 import jax
 import numpy as np
 
-from zero2jax.offload.chunks import ChunkedUpdate, Flat
 from zero2jax.offload.offloaded import CopiesOf, Offloaded, OffloadedStep
-from zero2jax.offload.parts import Split
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.zero.compiled import CompilerOptions
 from zero2jax.zero.state import TrainState
@@ -67,7 +65,4 @@ class Delayed(Offloaded):
 class DelayedStep(OffloadedStep):
     """A step of which Python waits for nothing: the next one is to start while this one's update runs."""
 
-    def _update_on_host(self, flat: Flat, chunks: Split) -> ChunkedUpdate:
-        return ChunkedUpdate(
-            flat, chunks, self._host_results, complete=True, options=self._options, in_flight=None
-        )
+    _in_flight = None

@@ -24,7 +24,7 @@ from zero2jax.offload.disk_space import check_disks, disk_row, memory_row, num_c
 from zero2jax.offload.disk_state import Pending, StateFiles
 from zero2jax.offload.host_memory import check_hosts
 from zero2jax.offload.offloaded import Offloaded, OffloadedStep
-from zero2jax.offload.parts import Split
+from zero2jax.offload.parts import Split, grouped
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.zero.compiled import CompilerOptions, Gather
 from zero2jax.zero.placement import init_opt_state
@@ -53,6 +53,7 @@ class DiskOffloaded(Offloaded):
         check_hosts(
             *gather(memory_row(self.layout, self._program.settings, self._program.mesh, self._settings))
         )
+        self.check_pinned_room(gather)
         check_disks(*gather(disk_row(self.files.num_bytes, folder.path)), folder.path.parent)
 
     def keep(self, position: int, x: jax.Array) -> Any:
@@ -74,9 +75,8 @@ class DiskOffloaded(Offloaded):
         there, homes = jax.tree.leaves(layout.opt_state.shardings(layout.host)), layout.homes(mesh)[1]
         first = 1 + len(layout.params.leaves)  # after `step` and the parameters
         made: list[Any] = []
-        for which in _groups(
-            [leaf.rest_bytes for leaf in layout.opt_state.leaves], self._settings.chunk_bytes
-        ):
+        sizes = [leaf.rest_bytes for leaf in layout.opt_state.leaves]
+        for which in grouped(sizes, self._settings.chunk_bytes):
             function, used = jaxprs.part_of(jaxpr, which)
             home_params = jax.tree.leaves(layout.trained_params.shardings(layout.host))
             given = moved([_in_memory(trained[i]) for i in used], [home_params[i] for i in used])
@@ -91,16 +91,9 @@ class DiskOffloaded(Offloaded):
         full = super().params
         return lambda params: full(jax.tree.map(_in_memory, params))
 
-    def _sent_up(self, trained: Sequence[Any]) -> list[jax.Array]:
-        """A leaf at a time."""
-        sent: list[jax.Array] = []
-        there = self.layout.copies(self._program.mesh)
-        homes = self.layout.homes(self._program.mesh)[0]
-        for i in self._moving:
-            (home,) = moved([_in_memory(trained[i])], [homes[i]])
-            cast = jax.jit(functools.partial(self._halves.copies, which=[i]), out_shardings=[homes[i]])
-            sent += moved(cast([home]), [there[i]])
-        return sent
+    def _at_rest(self, which: Sequence[int], trained: Sequence[Any]) -> list[jax.Array]:
+        """As `Offloaded._at_rest`, read from the files."""
+        return super()._at_rest(which, [_in_memory(x) for x in trained])
 
 
 class DiskStep(OffloadedStep):
@@ -145,6 +138,7 @@ class DiskStep(OffloadedStep):
             options=self._options,
             files=self._functions.files,
             num_chunks=num_chunks(self._settings, masters, moments),
+            reuse=self.rates is None,
         )
 
 
@@ -158,6 +152,7 @@ class DiskUpdate(ChunkedUpdate):
       options: for the compiler.
       files: of the state.
       num_chunks: whose leaves may be in host memory: read, updated, or not yet written.
+      reuse: as for `ChunkedUpdate`.
     """
 
     def __init__(
@@ -169,8 +164,9 @@ class DiskUpdate(ChunkedUpdate):
         options: Mapping[str, Any],
         files: StateFiles,
         num_chunks: int,
+        reuse: bool,
     ):
-        super().__init__(flat, split, shardings, complete=True, options=options)
+        super().__init__(flat, split, shardings, complete=True, options=options, reuse=reuse)
         self._files, self._num_chunks = files, num_chunks
         self._own = [(*part.params, *[flat.num_params + j for j in part.state]) for part in split.parts]
 
@@ -222,16 +218,3 @@ def _settled(pending: Mapping[int, Pending]) -> dict[int, DiskArray]:
 
 def _in_memory(x: Any) -> jax.Array:
     return x.load() if isinstance(x, DiskArray) else x
-
-
-def _groups(sizes: Sequence[int], group_size: int) -> list[list[int]]:
-    """Neighbouring indices, together until their sizes reach `group_size`."""
-    groups: list[list[int]] = []
-    held = group_size
-    for i, size in enumerate(sizes):
-        if held >= group_size:
-            groups.append([])
-            held = 0
-        groups[-1].append(i)
-        held += size
-    return groups

@@ -13,11 +13,12 @@ from jax.sharding import Mesh
 
 from zero2jax.base.tables import readable_bytes
 from zero2jax.offload.host_memory import (
+    IN_FLIGHT,
     MIB,
     available_bytes,
     pinned_param_bytes,
+    staged_bytes,
     state_bytes,
-    transfer_bytes,
 )
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.zero.gradient_settings import GradientSettings
@@ -41,7 +42,8 @@ def held_bytes(layout: Layout, settings: GradientSettings, mesh: Mesh, offload: 
     chunk = min(1.0, (offload.chunk_bytes + largest) / max(1, masters))
     pinned = pinned_param_bytes(layout, settings, mesh)
     held = min(1.0, num_chunks(offload, masters, moments) * chunk) * (masters + moments)
-    return math.ceil(held + min(1.0, 2 * chunk) * sum(transfer_bytes(layout, settings, mesh))) + pinned
+    staged = staged_bytes(layout, settings, mesh, None, offload)
+    return math.ceil(held + min(1.0, IN_FLIGHT * chunk) * staged) + pinned
 
 
 def memory_row(

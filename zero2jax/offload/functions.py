@@ -6,7 +6,7 @@ from zero2jax.offload.auto_ratio import ratio_that_fits
 from zero2jax.offload.delayed import Delayed
 from zero2jax.offload.disk_offloaded import DiskOffloaded
 from zero2jax.offload.offloaded import Offloaded
-from zero2jax.offload.residents import with_residents
+from zero2jax.offload.residents import part_split, update_split, with_residents
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.offload.streamed import Streamed
 from zero2jax.zero.compiled import Compiled, CompilerOptions
@@ -18,17 +18,8 @@ def offloaded_layout(program: StepProgram, settings: OffloadSettings) -> Layout:
     """The program's layout: which memory holds what, and what stays on the devices.
 
     Raises:
-      ValueError: as `with_residents`; parameters are to lie on the host, and the step is not one of stage 3; no ratio
-        fits.
+      ValueError: as `update_split` and `with_residents`; no ratio fits.
     """
-    step = program.settings.step
-    if settings.params and (step.stage != 3 or step.axes.rest_over_replicas):
-        found = f"at stage {step.stage}" if step.stage != 3 else "with shard_over_replicas"
-        raise ValueError(
-            f"offloading parameters (OffloadSettings(params=True)) {found}: each is fetched and gathered where it is "
-            f"used, which stage 3 does, and the shards of a group lie in its own devices' hosts. Use stage=3, without "
-            f"shard_over_replicas, or params=False."
-        )
     layout = dataclasses.replace(
         program.layout,
         on_disk=settings.nvme_path is not None,
@@ -36,11 +27,12 @@ def offloaded_layout(program: StepProgram, settings: OffloadSettings) -> Layout:
         pinned_params=settings.params,
     )
     program, ratio = dataclasses.replace(program, layout=layout), settings.ratio
+    split = update_split(program)
     if isinstance(ratio, str):
         assert settings.device_bytes is not None
         num_copies = 0 if settings.params else 1 if settings.delay_after is None else 2
-        ratio = ratio_that_fits(program, settings.device_bytes, num_copies)
-    return with_residents(program, ratio)
+        ratio = ratio_that_fits(program, part_split(split, ratio), settings.device_bytes, num_copies)
+    return with_residents(program, split, ratio)
 
 
 def functions_of(

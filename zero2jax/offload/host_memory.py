@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 from jax.sharding import Mesh
 
+from zero2jax.base.memories import PINNED_LIMIT, locked_limit_bytes, pinned_limit_bytes
 from zero2jax.base.tables import readable_bytes
 from zero2jax.offload.parts import Split
+from zero2jax.offload.settings import OffloadSettings
 from zero2jax.zero.gradient_settings import GradientSettings
 from zero2jax.zero.shard_plan import ShardPlan
 from zero2jax.zero.state import Layout
@@ -71,34 +73,36 @@ def fetched_bytes(layout: Layout, settings: GradientSettings, mesh: Mesh) -> int
 
 
 def staged_bytes(
-    layout: Layout, settings: GradientSettings, mesh: Mesh, split: Split | None, chunk_bytes: int
+    layout: Layout, settings: GradientSettings, mesh: Mesh, split: Split | None, offload: OffloadSettings
 ) -> int:
     """Gradients and copies that are in host memory at a time, per device: those of two neighbouring chunks.
+
+    A copy is written over its gradient if they have one dtype and nobody measures when the gradient is there.
 
     Args:
       layout: of the state.
       settings: of the step.
       mesh: of the devices.
       split: the parts of the update; None where they are not known: then all of them.
-      chunk_bytes: see `OffloadSettings`.
+      offload: the settings.
     """
     if layout.pinned_state:
         return 0
-    sizes = {k: sum(both) for k, both in _exchanged(layout, settings, mesh).items()}
+    reused = lambda i: not offload.measure and settings.sum_dtype(i) == settings.compute_dtype(i)
+    exchanged = _exchanged(layout, settings, mesh)
+    sizes = {k: max(both) if reused(settings.trained[k]) else sum(both) for k, both in exchanged.items()}
     if split is None:
         return sum(sizes.values())
-    chunks = split.only(frozenset(sizes)).joined(param_bytes(layout, mesh), chunk_bytes).parts
+    chunks = split.only(frozenset(sizes)).joined(param_bytes(layout, mesh), offload.chunk_bytes).parts
     held = [sum(sizes[k] for k in chunk.params) for chunk in chunks]
     return max((sum(held[i : i + IN_FLIGHT]) for i in range(len(held))), default=0)
 
 
-def needed_bytes(layout: Layout, settings: GradientSettings, mesh: Mesh, staged: int | None = None) -> int:
+def needed_bytes(layout: Layout, settings: GradientSettings, mesh: Mesh, staged: int) -> int:
     """What the devices of this process need on their host.
 
-    The state, pinned parameters, and what is `staged` of a step's gradients and copies; None: all of them.
+    The state, pinned parameters, and what is `staged` of a step's gradients and copies.
     """
-    if staged is None:
-        staged = staged_bytes(layout, settings, mesh, None, 0)
     stored = sum(state_bytes(layout, mesh)) + pinned_param_bytes(layout, settings, mesh)
     return (stored + staged) * len(mesh.local_devices)
 
@@ -141,13 +145,43 @@ def _file_bytes(cgroup: Path) -> int:
         return 0
 
 
-def memory_row(
-    layout: Layout, settings: GradientSettings, mesh: Mesh, staged: int | None = None
-) -> np.ndarray:
+def memory_row(layout: Layout, settings: GradientSettings, mesh: Mesh, staged: int) -> np.ndarray:
     """(MiB that this process needs, MiB available to it or -1), int32, for `check_hosts`."""
     available = available_bytes()
     needed = -(-needed_bytes(layout, settings, mesh, staged) // MIB)
     return np.array([needed, -1 if available is None else available // MIB], np.int32)
+
+
+def pinned_row(layout: Layout, settings: GradientSettings, mesh: Mesh) -> np.ndarray:
+    """(MiB of pinned memory for this process's devices, MiB that XLA gives it or -1), int32, for `check_pinned`."""
+    state = sum(state_bytes(layout, mesh)) if layout.pinned_state else 0
+    needed = (state + pinned_param_bytes(layout, settings, mesh)) * len(mesh.local_devices)
+    on_gpu = mesh.devices.flat[0].platform in ("cuda", "gpu", "rocm")
+    limit = pinned_limit_bytes() if on_gpu else None
+    return np.array([-(-needed // MIB), -1 if limit is None else limit // MIB], np.int32)
+
+
+def check_pinned(rows: np.ndarray, hosts: Sequence[str]) -> None:
+    """Raise an error if a process needs more pinned memory than XLA gives it.
+
+    Args:
+      rows: the `pinned_row` of each process.
+      hosts: the name of each process's host.
+
+    Raises:
+      ValueError: it does; says how much, and what allows more.
+    """
+    for process, (row, host) in enumerate(zip(rows, hosts, strict=True)):
+        needed, limit = (int(n) for n in row)
+        if 0 <= limit < needed:
+            locked = locked_limit_bytes()
+            also = "" if locked is None else f" (and ulimit -l, {readable_bytes(locked)} here, above that)"
+            raise ValueError(
+                f"offloading to pinned host memory: process {process} (host {host}) stores "
+                f"{readable_bytes(needed * MIB)} there, and XLA pins {readable_bytes(limit * MIB)} for it at most. Set "
+                f"{PINNED_LIMIT}={-(-needed // 1024) + 8} before anything uses jax{also}. Or leave update_on and "
+                f"params out of the OffloadSettings: what the CPU updates is not pinned."
+            )
 
 
 def check_hosts(rows: np.ndarray, hosts: Sequence[str]) -> None:

@@ -8,9 +8,10 @@ from jax.sharding import Mesh
 
 from zero2jax.base.memories import HOST_MEMORY, has_host_memory, memory_kinds
 from zero2jax.offload.settings import OffloadSettings
+from zero2jax.zero.settings import StepSettings
 
 
-def host_mesh(mesh: Mesh, settings: OffloadSettings) -> Mesh:
+def host_mesh(mesh: Mesh, settings: OffloadSettings, step: StepSettings) -> Mesh:
     """A mesh of CPU devices with the axes of `mesh`, each in the process of the device in whose place it is.
 
     A mesh of CPU devices is its own, and so is one of devices that are only compiled for, if `settings` name no others;
@@ -18,12 +19,20 @@ def host_mesh(mesh: Mesh, settings: OffloadSettings) -> Mesh:
 
     Raises:
       TypeError: the settings are none.
-      ValueError: a process has fewer CPU devices than devices in the mesh; the devices have no pinned host memory.
+      ValueError: parameters are to lie on the host, and the step is not one of stage 3; a process has fewer CPU devices
+        than devices in the mesh; the devices have no pinned host memory.
     """
     if not isinstance(settings, OffloadSettings):
         raise TypeError(
             f"offloading to host memory: offload is {settings!r}; it is zero2jax.OffloadSettings(), with all of its "
             f"defaults if need be, or None."
+        )
+    if settings.params and (step.stage != 3 or step.axes.rest_over_replicas):
+        where = f"at stage {step.stage}" if step.stage != 3 else "with shard_over_replicas"
+        raise ValueError(
+            f"offloading parameters (OffloadSettings(params=True)) {where}: each is fetched and gathered where it is "
+            f"used, which stage 3 does, and the shards of a group lie in its own devices' hosts. Use stage=3, without "
+            f"shard_over_replicas, or params=False."
         )
     pinned = settings.params or settings.update_on == "device"
     if pinned and not has_host_memory(mesh):

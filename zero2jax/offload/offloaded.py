@@ -18,9 +18,16 @@ from jax.sharding import NamedSharding
 from zero2jax.base.mesh import moved, replicated
 from zero2jax.base.pytrees import PyTree, is_traced, shapes_of
 from zero2jax.offload.chunks import ChunkedUpdate, Flat
-from zero2jax.offload.host_memory import check_hosts, memory_row, param_bytes
+from zero2jax.offload.host_memory import (
+    IN_FLIGHT,
+    check_hosts,
+    check_pinned,
+    memory_row,
+    param_bytes,
+    pinned_row,
+)
 from zero2jax.offload.host_step import Handed, HostStep, Reduced
-from zero2jax.offload.parts import Split
+from zero2jax.offload.parts import Split, grouped
 from zero2jax.offload.rates import Rates
 from zero2jax.offload.residents import in_host_memory_at_once
 from zero2jax.offload.settings import OffloadSettings
@@ -40,6 +47,7 @@ class Offloaded(Compiled):
         resident = program.layout.resident_params
         self._moving = [i for i in range(len(program.layout.trained_params.leaves)) if i not in resident]
         self._copies = CopiesOf()
+        self._casts: dict[tuple[int, ...], Any] = {}
 
     @property
     def step(self) -> "OffloadedStep":
@@ -49,10 +57,17 @@ class Offloaded(Compiled):
         return self._step  # type: ignore[no-any-return]
 
     def check_room(self, gather: Gather) -> None:
-        """Raise a ValueError if the processes of a host need more memory than it has."""
+        """Raise a ValueError if the processes of a host need more memory than it has, or than can be pinned."""
         layout, settings, mesh = self.layout, self._program.settings, self._program.mesh
         staged = in_host_memory_at_once(self._program, self._settings)
         check_hosts(*gather(memory_row(layout, settings, mesh, staged)))
+        self.check_pinned_room(gather)
+
+    def check_pinned_room(self, gather: Gather) -> None:
+        """Raise a ValueError if a process needs more pinned memory than XLA gives it."""
+        layout = self.layout
+        if layout.pinned_state or layout.pinned_params:
+            check_pinned(*gather(pinned_row(layout, self._program.settings, self._program.mesh)))
 
     def programs(self, state: TrainState, batch: PyTree, *more: PyTree) -> list[jax.stages.Lowered]:
         """What a step of these arguments runs, lowered: both halves."""
@@ -100,11 +115,22 @@ class Offloaded(Compiled):
         return state._replace(params=params, opt_state=())
 
     def _sent_up(self, trained: Sequence[jax.Array]) -> list[jax.Array]:
-        """New copies, on the devices, of what the host stores."""
+        """New copies, on the devices, of what the host stores; in groups of leaves, two of which are on their way."""
+        sizes, there = param_bytes(self.layout, self._program.mesh), self.layout.copies(self._program.mesh)
+        groups = grouped([sizes[i] for i in self._moving], self._settings.chunk_bytes)
+        sent: list[list[jax.Array]] = []
+        for n, group in enumerate(groups):
+            if n >= IN_FLIGHT:
+                jax.block_until_ready(sent[n - IN_FLIGHT])
+            which = tuple(self._moving[k] for k in group)
+            home = self._at_rest(which, [trained[i] for i in which])
+            sent.append(moved(self._cast(which, home), [there[i] for i in which]))
+        return [x for group in sent for x in group]
+
+    def _at_rest(self, which: Sequence[int], trained: Sequence[Any]) -> list[jax.Array]:
+        """Some trainable parameters where they are stored."""
         homes = self.layout.homes(self._program.mesh)[0]
-        home = moved([trained[i] for i in self._moving], [homes[i] for i in self._moving])
-        there = self.layout.copies(self._program.mesh)
-        return moved(self._cast(home), [there[i] for i in self._moving])
+        return moved(trained, [homes[i] for i in which])
 
     def after_step(self, masters: list[jax.Array], copies: list[jax.Array]) -> None:
         """Remember copies on the devices for as long as their masters are those of the state."""
@@ -125,11 +151,13 @@ class Offloaded(Compiled):
         params = jax.tree.unflatten(treedef, leaves)
         return layout.abstract_state(mesh)._replace(params=params, opt_state=())
 
-    @functools.cached_property
-    def _cast(self) -> Any:
-        homes = self.layout.homes(self._program.mesh)[0]
-        cast = functools.partial(self._halves.copies, which=self._moving)
-        return jax.jit(cast, out_shardings=[homes[i] for i in self._moving])
+    def _cast(self, which: tuple[int, ...], home: list[jax.Array]) -> list[jax.Array]:
+        """Some of them in the computed dtype, on the host."""
+        if which not in self._casts:
+            homes = self.layout.homes(self._program.mesh)[0]
+            cast = functools.partial(self._halves.copies, which=which)
+            self._casts[which] = jax.jit(cast, out_shardings=[homes[i] for i in which])
+        return self._casts[which](home)  # type: ignore[no-any-return]
 
 
 class OffloadedStep:
@@ -140,6 +168,8 @@ class OffloadedStep:
       update: `HostStep.update` in one piece, jitted for the host; masters and optimizer state are donated.
       rates: measured of what moves, if it is.
     """
+
+    _in_flight: int | None = IN_FLIGHT
 
     def __init__(
         self, functions: Offloaded, halves: HostStep, settings: OffloadSettings, options: Mapping[str, Any]
@@ -264,7 +294,15 @@ class OffloadedStep:
         return self._updates[key]
 
     def _update_on_host(self, flat: Flat, chunks: Split) -> ChunkedUpdate:
-        return ChunkedUpdate(flat, chunks, self._host_results, complete=True, options=self._options)
+        return ChunkedUpdate(
+            flat,
+            chunks,
+            self._host_results,
+            complete=True,
+            options=self._options,
+            in_flight=self._in_flight,
+            reuse=self.rates is None,  # a thread waits for the gradients that it measures
+        )
 
     def _down(self, which: tuple[int, ...], sums: list[jax.Array]) -> list[jax.Array]:
         arrived = moved(sums, [self._host_sums[i] for i in which])

@@ -70,6 +70,19 @@ class Split:
         return dataclasses.replace(self, parts=self.parts[:best])
 
 
+def grouped(sizes: Sequence[int], group_size: int) -> list[list[int]]:
+    """Neighbouring indices, together until their sizes reach `group_size`."""
+    groups: list[list[int]] = []
+    held = group_size
+    for i, size in enumerate(sizes):
+        if held >= group_size:
+            groups.append([])
+            held = 0
+        groups[-1].append(i)
+        held += size
+    return groups
+
+
 def split_update(jaxpr: Any, num_params: int, num_state: int) -> Split:
     """Parts as small as the dependencies allow.
 

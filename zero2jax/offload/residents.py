@@ -16,12 +16,14 @@ from zero2jax.offload.settings import OffloadSettings
 from zero2jax.zero.state import Layout
 from zero2jax.zero.step import StepProgram
 
+_FUNCTIONS = frozenset(("value_fn", "obj_fn", "grad_fn"))
 
-def update_split(program: StepProgram) -> Split:
-    """The parts of the update of a program whose layout has a host.
+
+def update_split(program: StepProgram) -> Split | None:
+    """The parts of the update of a program whose layout has a host; None if it takes arguments that only a step has.
 
     Raises:
-      MissingArgumentsError: the optimizer takes arguments that only a step has.
+      ValueError: the optimizer evaluates the loss.
     """
     layout, settings = program.layout, program.settings
     assert layout.host is not None
@@ -33,17 +35,47 @@ def update_split(program: StepProgram) -> Split:
         for i in settings.trained
     ]
     args = (layout.trained(shapes.params), shapes.opt_state, sums, Handed(*handed), dict[str, Any]())
-    return Flat.of(HostStep(program, layout.host).update, shapes_of(args)).split()
+    try:
+        return Flat.of(HostStep(program, layout.host).update, shapes_of(args)).split()
+    except MissingArgumentsError as error:
+        functions = sorted(_FUNCTIONS.intersection(error.names))
+        if functions:
+            raise ValueError(
+                f"offloading to host memory (offload=...): the optimizer takes {', '.join(functions)}, the loss of "
+                f"other parameters, and the update runs apart from the loss. Take an optimizer that does not "
+                f"evaluate the loss, or build the engine without offload."
+            ) from error
+        return None
 
 
-def with_residents(program: StepProgram, ratio: float) -> Layout:
+def part_split(split: Split | None, ratio: float | str) -> Split:
+    """The split by which a part of the state goes to the host.
+
+    Raises:
+      ValueError: there is no such part: the optimizer ties all leaves together, or takes arguments of a step.
+    """
+    what = f"offloading {ratio if isinstance(ratio, str) else format(ratio, 'g')} of the state"
+    if split is None:
+        raise ValueError(
+            f"{what}: which leaves go is decided before the first step, and the optimizer takes arguments that only a "
+            f"step has. Give them defaults in its update, or offload all of it: ratio=1."
+        )
+    if len(split.parts) < 2:
+        raise ValueError(
+            f"{what}: the optimizer updates no leaf apart from the others, for it looks at all gradients itself. Clip "
+            f"by clip_norm= (gradient_clipping in a JSON) instead of in the optimizer, or offload all of it: ratio=1."
+        )
+    return split
+
+
+def with_residents(program: StepProgram, split: Split | None, ratio: float) -> Layout:
     """The program's layout, its host storing about `ratio` of the bytes of masters and optimizer state.
 
     Leaves that the optimizer ties together go together; what depends on no gradient, a few scalars, is on the host.
     Where the devices update, they keep all scalars.
 
     Raises:
-      ValueError: the optimizer ties all leaves together, so there is no part; or it takes arguments of a step.
+      ValueError: as `part_split`, of a ratio below 1.
     """
     layout = program.layout
     if layout.pinned_state:
@@ -52,23 +84,11 @@ def with_residents(program: StepProgram, ratio: float) -> Layout:
         layout = dataclasses.replace(layout, resident_params=params, resident_state=state)
     if ratio == 1:
         return layout
-    try:
-        whole = update_split(program)
-    except MissingArgumentsError as error:
-        raise ValueError(
-            f"offloading {ratio:g} of the state: which leaves go is decided before the first step, and the optimizer "
-            f"takes arguments that only a step has. Give them defaults in its update, or offload all of it: ratio=1."
-        ) from error
+    whole = part_split(split, ratio)
     param_bytes, state_bytes = (
         [leaf.device_bytes(program.mesh) for leaf in plan.leaves]
         for plan in (layout.trained_params, layout.opt_state)
     )
-    if len(whole.parts) < 2:
-        raise ValueError(
-            f"offloading {ratio:g} of the state: the optimizer updates no leaf apart from the others, for it looks at "
-            f"all gradients itself. Clip by clip_norm= (gradient_clipping in a JSON) instead of in the optimizer, or "
-            f"offload all of it: ratio=1."
-        )
     on_host = whole.on_host(param_bytes, state_bytes, ratio).parts
     resident = whole.parts[len(on_host) :]
     return dataclasses.replace(
@@ -82,8 +102,5 @@ def in_host_memory_at_once(program: StepProgram, settings: OffloadSettings) -> i
     """Bytes per device of the gradients and copies of a step that are in host memory at a time; see `staged_bytes`."""
     layout = program.layout
     at_once = layout.pinned_state or settings.delay_after is not None  # which waits for no chunk
-    try:
-        split = None if at_once else update_split(program)
-    except MissingArgumentsError:
-        split = None
-    return staged_bytes(layout, program.settings, program.mesh, split, settings.chunk_bytes)
+    split = None if at_once else update_split(program)
+    return staged_bytes(layout, program.settings, program.mesh, split, settings)

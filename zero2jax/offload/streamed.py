@@ -33,11 +33,11 @@ class Streamed(Offloaded):
         """What a step of these arguments runs, lowered."""
         return [self.step.lower(state, batch, *more)]
 
-    def _cast(self, home: list[jax.Array]) -> list[jax.Array]:
+    def _cast(self, which: tuple[int, ...], home: list[jax.Array]) -> list[jax.Array]:
         """Copies in the computed dtype, on the devices; one after the other, so that no second comes up in full."""
         plan, settings = self.layout.trained_params, self._program.settings
         copies = []
-        for i, x in zip(self._moving, home, strict=True):
+        for i, x in zip(which, home, strict=True):
             (up,) = moved([x], [plan.sharding(plan.leaves[i], self._program.mesh)])
             copies.append(jax.block_until_ready(up.astype(settings.compute_dtype(settings.trained[i]))))
         return copies
