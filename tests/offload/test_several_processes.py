@@ -13,6 +13,7 @@ folder = os.environ["OFFLOAD_FOLDER"]
 choices = {
     "on": zero2jax.OffloadSettings(host_devices=host),
     "disk": zero2jax.OffloadSettings(host_devices=host, nvme_path=folder),
+    "device": zero2jax.OffloadSettings(update_on="device"),
     "off": None,
 }
 for name, offload in choices.items():
@@ -27,6 +28,7 @@ for name, offload in choices.items():
     found[name] = [float(metrics["grad_norm"]), np.asarray(full["embed"]).tolist()]
     where = {s.device.id % 4 for x in jax.tree.leaves(state.opt_state) for s in x.addressable_shards}
     found[name + " at"] = sorted(where)
+    found[name + " in"] = sorted({x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state) if x.ndim})
     if name == "disk":
         found["step"] = int(zero2jax.reopen_state(engine, make_params()).step)
 found["folders"] = sorted(os.listdir(folder))
@@ -52,6 +54,11 @@ def test_each_process_updates_the_shards_of_its_devices_and_all_by_the_same_rate
     for on, off in zip(first["on"][1], first["off"][1], strict=True):
         assert on == pytest.approx(off, abs=1e-6)
     assert first["disk"] == second["disk"] == first["on"]
+    assert (first["device in"], first["off in"]) == (["pinned_host"], ["device"])
+    assert first["device"] == second["device"]
+    assert first["device"][0] == pytest.approx(first["off"][0], rel=1e-6)
+    for row, off in zip(first["device"][1], first["off"][1], strict=True):
+        assert row == pytest.approx(off, abs=1e-6)
     assert first["folders"] == ["process-0-of-2", "process-1-of-2"]
     assert first["step"] == second["step"] == 3
     assert "the step's program (loss function, optimizer, learning rate)" in first["refused"]

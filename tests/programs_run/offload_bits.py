@@ -5,6 +5,7 @@ which product of `a * b + c * d` is fused with the sum is LLVM's choice, and it 
 """
 
 import json
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from helpers import OPTIMIZERS, make_batches, make_engine, make_params, weighted
 from jax.sharding import PartitionSpec as P
 
 import zero2jax
+from zero2jax.offload.disk_arrays import DiskArray
 
 # (devices, stage, microbatches, optimizer, further settings); of each axis every value in some case
 CASES = (
@@ -110,10 +112,17 @@ def on_axes(axes, settings, offload):
     return result
 
 
-differ = {
-    name: differing(on_axes(axes, engine, None), on_axes(axes, engine, zero2jax.OffloadSettings(**offload)))
-    for name, (axes, engine, offload) in AXES.items()
-}
+differ = {}
+for name, (axes, engine, offload) in AXES.items():
+    off = on_axes(axes, engine, None)
+    differ[name] = differing(off, on_axes(axes, engine, zero2jax.OffloadSettings(**offload)))
+    if "on the host" in name:
+        with tempfile.TemporaryDirectory() as path:
+            offload = offload | {"nvme_path": path}
+            on = on_axes(axes, engine, zero2jax.OffloadSettings(**offload))
+            assert {type(x) for x in jax.tree.leaves(on["state"].params)} == {DiskArray}
+            differ[name.replace("on the host", "in files")] = differing(off, on)
+            del on
 for case in CASES:
     # Where there are devices enough, the host's are others, so that nothing can be taken from the wrong memory.
     host = tuple(jax.devices()[-case[0] :]) if case[0] <= 4 else None
