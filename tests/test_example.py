@@ -194,12 +194,10 @@ def test_train_writes_metrics_report_and_figure(tmp_path, text):
 
 
 def test_train_follows_a_deepspeed_file_on_two_mesh_axes(tmp_path, text):
-    config = {
-        "train_batch_size": 8,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
-        "zero_optimization": {"stage": 3},
-    }
+    config = json.loads((ROOT / "configs" / "stage3_offload_param.json").read_text())
+    del config["train_micro_batch_size_per_gpu"]
+    config |= {"train_batch_size": 8, "gradient_accumulation_steps": 2}
+    config["optimizer"]["params"]["lr"] = 3e-3
     (tmp_path / "config.json").write_text(json.dumps(config))
     args = train.Args(
         steps=2,
@@ -214,6 +212,18 @@ def test_train_follows_a_deepspeed_file_on_two_mesh_axes(tmp_path, text):
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["learning_rate"] == pytest.approx(3e-3)
     assert rows[1]["held_out_loss"] < rows[0]["held_out_loss"] < report["held_out_loss_before"]
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory:zero2jax.ConfigWarning")
+def test_train_on_one_device_with_its_optimizer_on_the_host(tmp_path, text):
+    config = ROOT / "configs" / "stage2_offload_optimizer.json"
+    args = train.Args(
+        steps=2, deepspeed_config=config, axes="data=1", text=text, report=False, out=tmp_path / "out"
+    )
+    train.main(args)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["learning_rate"] == pytest.approx(3e-4)
+    assert rows[1]["held_out_loss"] < rows[0]["held_out_loss"]
 
 
 def test_train_stops_on_request_and_resumes_bitwise_with_its_data(tmp_path, text, monkeypatch):
