@@ -132,6 +132,10 @@ def _apart_from_others(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x)  # type: ignore[no-any-return]
 
 
+def _kinds(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+
 @dataclasses.dataclass(frozen=True)
 class ArenaProgram(StepProgram):
     """A step whose state comes and goes in an arena; `gradients`, which are of a tree, stay as they are."""
@@ -223,9 +227,7 @@ class ArenaCompiled(Compiled):
             "This state was given to engine.step, which donates it: use the one that it returned, state, metrics = "
             "engine.step(state, batch).",
         )
-        kept = jax.tree.map(lambda x: (x.shape, x.dtype), state)
-        mine = jax.tree.map(lambda x: (x.shape, x.dtype), self.abstract_state())
-        if kept != mine:
+        if _kinds(state) != self._own_kinds:
             raise ValueError(
                 "reading the state: its arena is that of an engine of other parameters, another optimizer, mesh or "
                 "stage. Take the state that this engine's init returned, or give it leaves: the other engine's "
@@ -238,6 +240,10 @@ class ArenaCompiled(Compiled):
         if not in_arena(state):
             return state
         return self._unpack(self.placed(state))  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def _own_kinds(self) -> PyTree:
+        return _kinds(self.abstract_state())
 
     @functools.cached_property
     def _pack_params(self) -> Any:
