@@ -65,7 +65,7 @@ def test_the_breakdown_says_what_offloading_adds_and_moves(capsys):
     unknown = dict.fromkeys(measured, float("nan"))  # of the first step that is over nothing is known yet
     records = [record(i, **(unknown if i < 4 else measured)) for i in range(1, 5)]
     (line,) = printed(Progress(4, metrics=False, breakdown=True), records, capsys)
-    assert line.endswith("dispatch 12.50 ms; offload adds 25.0% of a step; down 2 GB/s")
+    assert line.endswith("dispatch 12.50 ms; offload adds 25.0% of a step, down 2 GB/s")
 
 
 def test_utilization_is_three_forward_passes_against_the_peak(capsys):

@@ -125,7 +125,7 @@ class Progress:
             return ""
         rates = {way: mean(f"{way}_bytes_per_s") for way in ("down", "up", "read", "write")}
         known = [f"{way} {rate / 1e9:.3g} GB/s" for way, rate in rates.items() if not math.isnan(rate)]
-        return "; ".join([f"; offload adds {share:.1%} of a step", ", ".join(known)])
+        return ", ".join([f"; offload adds {share:.1%} of a step", *known])
 
 
 def _mean(values: list[float]) -> float:
