@@ -219,7 +219,7 @@ _NO_EFFECT = {
     **_table(
         Treatment.NO_EFFECT,
         {
-            "contiguous_gradients": "gradients lie in the step's one planned block; for the state see memory.arena",
+            "contiguous_gradients": "gradients lie in a planned block of the step; memory.arena: true is for the state",
             "reduce_scatter": "the mean is always taken by the collective the stage needs",
             "use_multi_rank_bucket_allreduce": "gradients are reduce-scattered, never all-reduced and sliced",
             "allgather_partitions": "parameters are always all-gathered",

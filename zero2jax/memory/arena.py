@@ -5,8 +5,8 @@ the step as leaves are. The step takes its leaves out of them, does what it does
 writes the new leaves into the buffers; so any optax transformation sees its tree, and the numbers are the same to the
 bit. A state that comes as a tree, from a checkpoint say, is packed when it is first used.
 
-What that buys is the time to hand a program its arguments: three buffers in place of thousands. It costs memory: what
-a program takes out of a buffer and puts back is copied, a leaf at a time where the compiler can. See `docs/memory.md`.
+What that buys is the time to hand a program its arguments: three buffers in place of thousands. It costs memory: new
+leaves are made apart and copied into their buffer, small ones are copied out of it, too. See `docs/memory.md`.
 """
 
 import dataclasses
