@@ -171,6 +171,9 @@ def test_a_configuration_asks_for_an_arena():
     config = {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.0, "memory": {"arena": True}}
     build = lambda config: zero2jax.initialize(mean_loss, optax.sgd(0.1), config, zero2jax.make_mesh(data=2))
     assert build(config).arena
+    said = lambda config: zero2jax.check_config(zero2jax.load_config(config)).effective
+    assert said(config)["state between steps"].startswith("an arena: masters and optimizer state")
+    assert "state between steps" not in said(config | {"memory": {}})
     config["zero_optimization"] = {"stage": 2, "contiguous_gradients": True}
     with pytest.warns(zero2jax.ConfigWarning, match="no effect here: .*contiguous_gradients"):
         assert not build(config | {"memory": {}}).arena  # which would be another state than before

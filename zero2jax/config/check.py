@@ -220,6 +220,8 @@ def _effective(settings: EngineSettings, num_devices: int | None) -> dict[str, s
         )
         if settings.offload.params:
             effective["parameters"] = f"{compute}, in pinned host memory, fetched where they are used"
+    if config.memory.arena:
+        effective["state between steps"] = "an arena: masters and optimizer state in one buffer per dtype"
     if "gradient_clipping" not in config.given:
         effective["gradient clipping"] += " (the key is absent; DeepSpeed since 0.19.3 would clip at 1.0)"
     if config.bf16.enabled:
