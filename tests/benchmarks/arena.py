@@ -1,6 +1,6 @@
 """What an arena buys: live buffers, and the time to hand the step its arguments, by the number of leaves.
 
-    python tests/benchmarks/arena.py [--leaves 10 100 1000 5000]        # minutes at 5,000, which is compilation
+    python tests/benchmarks/arena.py [--leaves 10 100 1000 5000]        # 8 minutes, most of them at 5,000
     python tests/benchmarks/arena.py --h200 [--stages 2 3]              # bytes of the 6.7e9-parameter step
     python tests/benchmarks/arena.py --collectives [--leaves 100 600]   # how many a step has, compiled for 2 x H200
 
