@@ -16,11 +16,6 @@ one is named.
 """
 SECTIONS = {
     Treatment.IMPLEMENTED: ("Implemented", "These do what DeepSpeed's key does."),
-    Treatment.NOT_YET: (
-        "Not yet",
-        "Read and checked, and refused by `zero2jax.initialize` when switched on. Switched off, they may stay. "
-        "What changes no number does not stop a run: `initialize` warns of it once.",
-    ),
     Treatment.NO_EFFECT: ("No effect", "Read, checked, and pointless here, for the reason given."),
     Treatment.CONVERTED: ("Converted", "Old spellings, and what they become."),
     Treatment.REFUSED: ("Refused", "An error as soon as they ask for anything but their default."),

@@ -1,7 +1,8 @@
 """What an arena buys: live buffers, and the time to hand the step its arguments, by the number of leaves.
 
-    python tests/benchmarks/arena.py [--leaves 10 100 1000 5000]        # minutes at 5,000, which is compilation
+    python tests/benchmarks/arena.py [--leaves 10 100 1000 5000]        # 8 minutes, most of them at 5,000
     python tests/benchmarks/arena.py --h200 [--stages 2 3]              # bytes of the 6.7e9-parameter step
+    python tests/benchmarks/arena.py --collectives [--leaves 100 600]   # how many a step has, compiled for 2 x H200
 
 With and without take turns in one process, on one simulated device: fp32 Adam on leaves of 8 numbers and a loss that
 reads one number of each, so that there is nearly nothing to compute and what is left is the handing over of buffers.
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-if "--h200" not in sys.argv:
+if not {"--h200", "--collectives"} & set(sys.argv):
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = (
         "1"  # half the time to compile, and nothing to compute anyway
     )
@@ -58,12 +59,15 @@ def by_leaves(num_leaves):
             loss_fn, optax.adam(1e-2), zero2jax.make_mesh(data=1), precision="fp32", arena=arena
         )
         state = engine.init(params)
-        before = time.perf_counter()
-        state, _ = engine.step(state, batch)
-        jax.block_until_ready(state)
-        compile_s = time.perf_counter() - before
-        runs[arena] = [lambda s, b, engine=engine: engine.step(s, b)[0], state, compile_s]
+        marks = [time.process_time()]
+        lowered = engine.lower(batch)
+        marks.append(time.process_time())
+        lowered.compile()  # which the step then runs
+        marks.append(time.process_time())
+        runs[arena] = [lambda s, b, engine=engine: engine.step(s, b)[0], state, np.diff(marks)]
     times = {arena: [] for arena in runs}
+    for run in runs.values():
+        run[1] = jax.block_until_ready(run[0](run[1], batch))
     for _ in range(ROUNDS):
         for arena, run in runs.items():
             *ms, run[1] = timed(run[0], run[1], batch)
@@ -72,8 +76,9 @@ def by_leaves(num_leaves):
     buffers = [len(jax.tree.leaves(runs[arena][1])) for arena in (False, True)]
     row = lambda ms: f"{ms[0]:.2f} -> {ms[1]:.2f} ms (x {ms[1] / ms[0]:.2f})"
     print(
-        f"{num_leaves} leaves: {buffers[0]} -> {buffers[1]} buffers; call {row(call)}; step {row(done)}; first step "
-        f"{runs[False][2]:.0f} -> {runs[True][2]:.0f} s",
+        f"{num_leaves} leaves: {buffers[0]} -> {buffers[1]} buffers; call {row(call)}; step {row(done)}; "
+        f"CPU seconds to trace and lower {runs[False][2][0]:.1f} -> {runs[True][2][0]:.1f}, to compile "
+        f"{runs[False][2][1]:.1f} -> {runs[True][2][1]:.1f}",
         flush=True,
     )
 
@@ -96,18 +101,35 @@ def on_h200(stages):
             )
 
 
+def squares(params, batch):
+    """Every leaf has a gradient of its own: equal ones would be reduced once."""
+    return sum((x * x).sum() for x in params.values()) * batch.mean()
+
+
+def collectives(num_leaves):
+    from zero2jax.planning.targets import get_target, target_mesh
+
+    params = {f"p{i}": jax.ShapeDtypeStruct((8,), np.float32) for i in range(num_leaves)}
+    for arena in (False, True):
+        mesh = target_mesh(get_target("h200"), {"data": 2}, 2)
+        engine = zero2jax.Engine(squares, optax.adam(1e-2), mesh, precision="fp32", stage=2, arena=arena)
+        engine.abstract_state(params)
+        compiled = engine.lower(jax.ShapeDtypeStruct((4, 8), np.float32)).compile()
+        print(f"{num_leaves} leaves, arena {arena}:\n{zero2jax.audit(compiled)}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--leaves", type=int, nargs="*", default=[10, 100, 1000, 5000])
     parser.add_argument("--h200", action="store_true")
+    parser.add_argument("--collectives", action="store_true")
     parser.add_argument("--stages", type=int, nargs="*", default=[2, 3])
     args = parser.parse_args()
     print(f"jax {jax.__version__}, {os.cpu_count()} cores")
     if args.h200:
         on_h200(args.stages)
-    else:
-        for num_leaves in args.leaves:
-            by_leaves(num_leaves)
+    for num_leaves in () if args.h200 else args.leaves:
+        (collectives if args.collectives else by_leaves)(num_leaves)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ import pytest
 import zero2jax
 from zero2jax.config.check import check_config
 from zero2jax.config.reading import ConfigError, read_config, resolve_auto
-from zero2jax.config.rules import key_values, not_yet
+from zero2jax.config.rules import key_values
 
 DS_FILES = Path(__file__).parents[1] / "ds_files"
 CONFIGS = Path(__file__).parents[2] / "configs"
 
-# name -> (values by key path, key paths of what is not there yet, words of the notes in their order)
+# name -> (values by key path, words of the notes in their order)
 LOADS = {
     "accelerate_zero2": (
         {
@@ -26,7 +26,6 @@ LOADS = {
             "zero_optimization.offload_optimizer.device": "none",
             "zero_optimization.overlap_comm": False,
         },
-        [],
         ["zero_allow_untested_optimizer"],
     ),
     "activation_checkpointing_and_monitors": (
@@ -37,7 +36,6 @@ LOADS = {
             "checkpoint.tag_validation": "Fail",
             "comms_logger": True,
         },
-        [],
         ["checkpoint.tag_validation"],
     ),
     "bert_lamb": (
@@ -47,7 +45,6 @@ LOADS = {
             "optimizer.params.betas": (0.9, 0.999),
             "optimizer.params.bias_correction": False,
         },
-        [],
         ["prescale_gradients"],
     ),
     "hf_zero2_auto": (
@@ -60,7 +57,6 @@ LOADS = {
             "zero_optimization.allgather_bucket_size": 200_000_000,
             "zero_optimization.reduce_bucket_size": 500_000_000,
         },
-        [],
         [
             "allgather_partitions",
             'fp16.enabled and bf16.enabled = "auto" is read as false, so the loss is computed in fp32. Fill it in',
@@ -74,7 +70,6 @@ LOADS = {
             "zero_optimization.stage3_param_persistence_threshold": 10_000,
             "gradient_accumulation_steps": 4,
         },
-        [],
         ["stage3_prefetch_bucket_size"],
     ),
     "lr_search": (
@@ -84,12 +79,10 @@ LOADS = {
             "scheduler.params.lr_range_test_min_lr": 1e-4,
             "scheduler.params.lr_range_test_step_rate": 5.0,
         },
-        [],
         ["last_batch_iteration"],
     ),
     "megatron_gpt_fp16": (
         {"train_batch_size": 512, "zero_optimization.stage": 1, "fp16.initial_scale_power": 11},
-        [],
         ["contiguous_gradients"],
     ),
     "neox_style": (
@@ -98,19 +91,7 @@ LOADS = {
             "optimizer.params.betas": (0.9, 0.95),
             "zero_optimization.overlap_comm": True,
         },
-        [],
         ["allgather_partitions"],
-    ),
-    "nvme_infinity": (
-        {
-            "zero_optimization.offload_optimizer.pipeline_read": True,
-            "zero_optimization.offload_param.nvme_path": "/local_nvme",
-            "zero_optimization.overlap_comm": True,
-        },
-        [
-            "zero_optimization.offload_param.device",
-        ],
-        ["aio"],
     ),
     "old_boolean_zero": (
         {
@@ -119,12 +100,10 @@ LOADS = {
             "bf16.enabled": True,
             "optimizer.params.bias_correction": False,
         },
-        [],
         ["allgather_size is deprecated", "zero_optimization = true is deprecated", "disable_allgather"],
     ),
     "old_cpu_offload": (
         {"zero_optimization.offload_optimizer.device": "cpu", "fp16.loss_scale": 128.0},
-        [],
         ["cpu_offload_use_pin_memory is deprecated", "cpu_offload is deprecated", "torch_adam"],
     ),
     "stage2_with_stage3_leftovers": (
@@ -132,7 +111,6 @@ LOADS = {
             "zero_optimization.offload_param.device": "cpu",
             "zero_optimization.stage3_gather_16bit_weights_on_model_save": True,
         },
-        [],
         ["is deprecated", "offload_param is ignored at stage 2", "grad_hooks"],
     ),
     "strings_for_numbers": (
@@ -145,13 +123,15 @@ LOADS = {
             "zero_optimization.overlap_comm": False,
             "optimizer.params.lr": 1e-4,
         },
-        [],
         ["the string '128' was read as 128"] + ["was read as"] * 7,
     ),
 }
 
 # name -> words of the errors in their order
 FAILS = {
+    "nvme_infinity": [
+        "offload_param.device = 'nvme': not supported: a compiled step fetches parameters from pinned host memory"
+    ],
     "zeropp": [
         "zero_quantized_weights = true: not supported: quantised collectives change the numbers",
         "zero_quantized_gradients = true: not supported: quantised collectives change the numbers",
@@ -177,11 +157,10 @@ def test_every_file_has_an_expectation():
 
 @pytest.mark.parametrize("name", LOADS)
 def test_file_loads(name):
-    values, missing, notes = LOADS[name]
+    values, notes = LOADS[name]
     config = read_config(DS_FILES / f"{name}.json")
     found = {path: value for path, value, _ in key_values(config)}
     assert {path: found[path] for path in values} == values
-    assert [line.split(" = ")[0] for line in not_yet(config)] == missing
     assert len(config.notes) == len(notes)
     assert all(words in note for words, note in zip(notes, config.notes, strict=True))
     assert check_config(config).keys
@@ -218,14 +197,13 @@ def test_hugging_face_file_resolves():
     }
 
 
-LATER: set[str] = set()
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.json"))
 
 
-def test_the_readme_names_every_file_and_marks_those_that_are_refused():
+def test_the_readme_names_every_file():
     lines = (CONFIGS / "README.md").read_text().splitlines()
-    marked = {line.split("`")[1]: "*not yet*" in line for line in lines if line.startswith("| `")}
-    assert marked == {f"{name}.json": name in LATER for name in NAMES}
+    named = [line.split("`")[1] for line in lines if line.startswith("| `")]
+    assert sorted(named) == [f"{name}.json" for name in NAMES]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -235,7 +213,7 @@ def test_config_loads_and_says_what_every_key_became(name):
     assert {row.key for row in report.keys} >= {
         path for path, _, _ in key_values(config) if path in config.given
     }
-    assert bool(report.not_yet) == (name in LATER)
+    assert report.trains
     assert name.startswith(f"stage{config.zero_optimization.stage}")
 
 
@@ -246,7 +224,7 @@ def loss_fn(params, batch):
 
 @pytest.mark.filterwarnings("ignore::zero2jax.ConfigWarning")
 @pytest.mark.filterwarnings("ignore:activation settings. the loss function has no layers:UserWarning")
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in LATER])
+@pytest.mark.parametrize("name", NAMES)
 def test_config_trains_for_two_steps(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where a relative nvme_path is
     config = read_config(CONFIGS / f"{name}.json")
@@ -271,12 +249,11 @@ def test_config_trains_for_two_steps(name, tmp_path, monkeypatch):
         np.testing.assert_allclose(metrics["learning_rate"], engine_rate(config), rtol=1e-6)
 
 
-# what has no learning rate until it is filled in; what is not there yet
-LEFT_AT_AUTO, NOT_THERE = {"hf_zero2_auto"}, {"nvme_infinity"}
+LEFT_AT_AUTO = {"hf_zero2_auto"}  # what has no learning rate until it is filled in
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")  # each file has its own; what they say is held elsewhere
-@pytest.mark.parametrize("name", sorted(set(LOADS) - LEFT_AT_AUTO - NOT_THERE))
+@pytest.mark.parametrize("name", sorted(set(LOADS) - LEFT_AT_AUTO))
 def test_file_of_the_wild_trains_for_two_steps(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # monitors write there
     config = read_config(DS_FILES / f"{name}.json")
@@ -293,19 +270,6 @@ def test_file_of_the_wild_trains_for_two_steps(name, tmp_path, monkeypatch, caps
         engine.observers.close()
 
 
-def test_of_the_files_of_the_wild_only_these_are_not_there_yet():
-    lacking = {name for name in LOADS if any(not_yet(read_config(DS_FILES / f"{name}.json")))}
-    assert lacking == NOT_THERE
-
-
 def engine_rate(config):
     params = config.optimizer.params
     return params.muon_lr if config.optimizer.type == "muon" else params.lr
-
-
-@pytest.mark.parametrize("name", sorted(LATER))
-def test_initialize_refuses_by_name_what_is_not_there_yet(name):
-    config = read_config(CONFIGS / f"{name}.json")
-    with pytest.raises(ConfigError) as caught:
-        zero2jax.initialize(loss_fn, config=config, mesh=zero2jax.make_mesh(data=8))
-    assert list(caught.value.errors) == not_yet(config)

@@ -58,7 +58,9 @@ FROZEN = {
         zero_optimization.save_muon_momentum_buffer_in_memory zero_optimization.leaf_module
         zero_optimization.grad_hooks zero_optimization.offload_optimizer.pin_memory
         zero_optimization.offload_optimizer.fast_init
-        zero_optimization.offload_param.pin_memory
+        zero_optimization.offload_param.pin_memory zero_optimization.offload_param.nvme_path
+        zero_optimization.offload_param.buffer_count zero_optimization.offload_param.buffer_size
+        zero_optimization.offload_param.max_in_cpu
         zero_optimization.offload_optimizer.cpuadam_cores_perc optimizer.legacy_fusion zero_allow_untested_optimizer
         zero_force_ds_cpu_optimizer fp16.auto_cast bf16.immediate_grad_update data_types.buffer_dtype
         prescale_gradients gradient_predivide_factor seq_parallel_communication_data_type
@@ -69,13 +71,8 @@ FROZEN = {
         checkpoint.checkpoint_serialization checkpoint.writer aio compile
         data_parallel_size nebula datastates_ckpt autotuning pipeline
     """,
-    Treatment.NOT_YET: """
-        zero_optimization.offload_optimizer.super_offload
-        zero_optimization.offload_param.nvme_path
-        zero_optimization.offload_param.buffer_count zero_optimization.offload_param.buffer_size
-        zero_optimization.offload_param.max_in_cpu
-    """,
     Treatment.REFUSED: """
+        zero_optimization.offload_optimizer.super_offload
         zero_optimization.zero_quantized_weights
         zero_optimization.zero_quantized_nontrainable_weights
         zero_optimization.zero_quantized_gradients zero_optimization.zeropp_loco_param

@@ -147,23 +147,18 @@ def test_never_has_many_spellings(value):
 
 
 @pytest.mark.parametrize(("stage", "num_microbatches"), [(0, 1), (3, 2)])
-def test_model_flops_are_those_of_the_global_batch(stage, num_microbatches, monkeypatch):
-    monkeypatch.setattr("zero2jax.config.observing.peak_flops", lambda kind: 1e3)
+def test_model_flops_are_those_of_the_global_batch(stage, num_microbatches, monkeypatch, capsys):
+    monkeypatch.setattr("zero2jax.config.observing.peak_flops", lambda kind: 1e4)
     config = {
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": True},
         "gradient_accumulation_steps": num_microbatches,
-        "steps_per_print": 100,
+        "steps_per_print": 3,
     }
-    utilizations = []
-    monkeypatch.setattr(
-        "zero2jax.config.observing.Utilization",
-        lambda forward, peak: (utilizations.append((forward, peak)), types.SimpleNamespace(note=forward))[1],
-    )
-    trained(config, num_steps=1)
-    ((forward, peak),) = utilizations
-    engine = forward.args[0]
-    assert peak == 2e3
-    upcoming = types.SimpleNamespace(batch=BATCH, loss_args=None)
-    assert forward(upcoming) == 2 * 8 * 4 * 2  # two operations, batch, in, out
+    engine, _ = trained(config, num_steps=3)
     assert engine.num_microbatches == num_microbatches
+    (line,) = capsys.readouterr().out.splitlines()
+    rate, share = re.search(r"([\d,.]+) samples/s, ([\d,.]+)% of peak \(model FLOPs\)", line).groups()
+    forward = 2 * 8 * 4 * 2  # two operations, batch, in, out
+    steps_per_s = float(rate.replace(",", "")) / 8
+    assert float(share) / 100 == pytest.approx(3 * forward * steps_per_s / 2e4, rel=0.02)

@@ -104,5 +104,8 @@ def test_blocks_are_aligned_counted_and_refused_after_their_release():
         ArenaFullError, match=r"allocating float32\[400\], 1.56 KiB, in a host arena of 960 B"
     ):
         arena.allocate((400,), np.float32)
+    for shape, dtype in (((-1,), np.uint8), ((1,), object), ((1.5,), np.uint8)):
+        with pytest.raises(ValueError, match="a shape is whole numbers from 0 on"):
+            arena.allocate(shape, dtype)
     with pytest.raises(ValueError, match="both are whole numbers from 1 on"):
         HostArena(0)

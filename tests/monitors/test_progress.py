@@ -56,6 +56,18 @@ def test_the_breakdown_says_where_the_time_goes(capsys):
     ]
 
 
+def test_the_breakdown_says_what_offloading_adds_and_moves(capsys):
+    measured = {
+        "offload_share": 0.25,
+        "offload_down_bytes_per_s": 2e9,
+        "offload_up_bytes_per_s": float("nan"),
+    }
+    unknown = dict.fromkeys(measured, float("nan"))  # of the first step that is over nothing is known yet
+    records = [record(i, **(unknown if i < 4 else measured)) for i in range(1, 5)]
+    (line,) = printed(Progress(4, metrics=False, breakdown=True), records, capsys)
+    assert line.endswith("dispatch 12.50 ms; offload adds 25.0% of a step, down 2 GB/s")
+
+
 def test_utilization_is_three_forward_passes_against_the_peak(capsys):
     counted = []
     utilization = Utilization(lambda upcoming: counted.append(upcoming) or 1e12, peak_flops=1e14)

@@ -57,6 +57,5 @@ def why_not(report: CheckReport) -> str:
 def _reasons(report: CheckReport) -> dict[str, tuple[str, ...]]:
     return {
         "refused": report.refused,
-        "not yet: initialize refuses": report.not_yet,
         'to be filled, left at "auto" without a default (--set KEY=VALUE tries one)': report.to_fill,
     }

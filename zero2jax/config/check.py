@@ -15,13 +15,7 @@ from zero2jax.base.mesh import MODEL_AXIS
 from zero2jax.base.tables import readable_bytes
 from zero2jax.config.keys import KEYS, SECRETS, Treatment, key_of
 from zero2jax.config.reading import Source, read
-from zero2jax.config.rules import (
-    device_notes,
-    device_problems,
-    key_values,
-    not_yet,
-    open_rates,
-)
+from zero2jax.config.rules import device_notes, device_problems, key_values, open_rates
 from zero2jax.config.schema import FP16, ActivationCheckpointing, Config, Memory
 from zero2jax.config.translate import DTYPES, EngineSettings, activations_of, batch_of, translate
 from zero2jax.config.values import ConfigError, Report, shown
@@ -59,8 +53,8 @@ class CheckReport:
 
     `effective` maps a setting to what it is in words; `keys` has the keys of the file, or every key; `notes` what was
     converted, ignored or needs saying. Why it does not train: `errors` is what is wrong in the file, `refused` what is
-    right by DeepSpeed and refused here or by the number of devices, `not_yet` what `initialize` refuses until it is
-    there, `to_fill` what was left at "auto" and has no default.
+    right by DeepSpeed and refused here or by the number of devices, `to_fill` what was left at "auto" and has no
+    default.
     """
 
     config: str
@@ -68,7 +62,6 @@ class CheckReport:
     effective: Mapping[str, str]
     keys: tuple[Row, ...]
     notes: tuple[str, ...]
-    not_yet: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     to_fill: tuple[str, ...] = ()
@@ -76,7 +69,7 @@ class CheckReport:
     @property
     def trains(self) -> bool:
         """Whether `initialize` takes it, as far as that can be said without mesh and model."""
-        return not (self.errors or self.refused or self.not_yet or self.to_fill)
+        return not (self.errors or self.refused or self.to_fill)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain JSON types."""
@@ -135,7 +128,6 @@ def _report(config: Config, found: Report, num_devices: int | None, every_key: b
         effective={} if errors else _effective(settings, num_devices),
         keys=tuple(row for row in _rows(config) if (every_key or row.given) and found.sound(row.key)),
         notes=tuple(notes),
-        not_yet=tuple(not_yet(config)),
         errors=tuple(errors),
         refused=(*found.refused, *refused),
         to_fill=(*found.open, *open_rates(config)),
@@ -228,6 +220,8 @@ def _effective(settings: EngineSettings, num_devices: int | None) -> dict[str, s
         )
         if settings.offload.params:
             effective["parameters"] = f"{compute}, in pinned host memory, fetched where they are used"
+    if config.memory.arena:
+        effective["state between steps"] = "an arena: masters and optimizer state in one buffer per dtype"
     if "gradient_clipping" not in config.given:
         effective["gradient clipping"] += " (the key is absent; DeepSpeed since 0.19.3 would clip at 1.0)"
     if config.bf16.enabled:

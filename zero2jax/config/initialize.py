@@ -18,13 +18,7 @@ from zero2jax.config.keys import SECRETS
 from zero2jax.config.observing import observers_of
 from zero2jax.config.optimizers import make_optimizer
 from zero2jax.config.reading import DEFAULT_CONFIG, Source, load_config
-from zero2jax.config.rules import (
-    device_notes,
-    device_problems,
-    group_size,
-    not_yet,
-    open_rates,
-)
+from zero2jax.config.rules import device_notes, device_problems, group_size, open_rates
 from zero2jax.config.schema import Config
 from zero2jax.config.source import without
 from zero2jax.config.translate import EngineSettings, translate
@@ -78,7 +72,7 @@ def initialize(
       offload: as for `Engine`; by default what `offload_optimizer` and `offload_param` say.
 
     Raises:
-      ConfigError: the configuration breaks a rule, asks for what the engine cannot do yet, or has no optimizer
+      ConfigError: the configuration breaks a rule, asks for what is refused, or has no optimizer
         while `tx` is None.
       ValueError: processes were given different configurations (named), or the mesh cannot be used.
 
@@ -126,15 +120,8 @@ def _known_by(engine: Engine, config: Config) -> Engine:
 
 
 def _load(source: Source | None) -> Config:
-    """The configuration, the default one for None; refuses what the engine does not have yet."""
+    """The configuration, the default one for None."""
     config = load_config(DEFAULT_CONFIG if source is None else source)
-    missing = not_yet(config)
-    if missing:
-        raise ConfigError(
-            f"cannot train by {config.name}: the engine does not have this yet. Switch it off (bf16 does without a "
-            f"loss scale, stage 3 on more devices without offload)",
-            missing,
-        )
     if source is not None and "gradient_clipping" not in config.given and not config.gradient_clipping:
         warn(
             f"{config.name}: gradient_clipping is absent, so nothing is clipped; DeepSpeed since 0.19.3 clips at 1.0 "

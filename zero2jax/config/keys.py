@@ -1,8 +1,7 @@
 """What becomes of every DeepSpeed key: the one table that `zero2jax check` prints and a test freezes.
 
 IMPLEMENTED does what DeepSpeed's key does; NO_EFFECT is read, checked and then pointless here, for the reason
-given; NOT_YET is carried as a typed field and refused by `initialize` when switched on; CONVERTED is an old spelling;
-REFUSED is an error as soon as it asks for anything but its default.
+given; CONVERTED is an old spelling; REFUSED is an error as soon as it asks for anything but its default.
 A key that only ever accompanies a switch (`enabled`, `device`) shares the fate of the switch.
 """
 
@@ -15,7 +14,6 @@ class Treatment(StrEnum):
 
     IMPLEMENTED = "implemented"
     NO_EFFECT = "no effect"
-    NOT_YET = "not yet"
     CONVERTED = "converted"
     REFUSED = "refused"
 
@@ -37,7 +35,7 @@ _STAGE3 = "gathers follow the program and its remat policy, not a size"
 _POINT_OF_USE = "parameters are gathered where they are used, modules are unknown"
 _DIVISION = "without reduce-scatter the mean is the same, only the order of the division differs"
 _TORCH = "chooses between torch implementations of the same update"
-_WITH_NVME = "with the offload device nvme"
+_WITH_NVME = "belongs to the device nvme, which offload_param does not have here"
 _CHECKPOINT = "the step writes no checkpoint"
 _QUANTIZED = (
     "quantised collectives change the numbers, and XLA has no quantised reduction; use zero_hpz_partition_size or "
@@ -75,7 +73,7 @@ _IMPLEMENTED = {
             "xla_preset": "not DeepSpeed's: XLA's options of the step, latency, memory or deterministic",
             "steps_per_print": "a line every so many steps: loss, learning rate, gradient norm, throughput",
             "timers.throughput.enabled": "whether samples and tokens per second are in that line",
-            "wall_clock_breakdown": "a line of times, of the devices and of the loop, and the same to the monitors",
+            "wall_clock_breakdown": "a line of times, of devices, loop and offloading, and the same to the monitors",
             "dump_state": "configuration, settings and shard plan, printed before the first step",
             "comms_logger": "counts and bytes of the step's collectives, printed before the first step",
             "flops_profiler.enabled": "a report of one step: operations by scope, phase and loop, bytes, time",
@@ -221,7 +219,7 @@ _NO_EFFECT = {
     **_table(
         Treatment.NO_EFFECT,
         {
-            "contiguous_gradients": "gradients lie in the step's one planned block; for the state see memory.arena",
+            "contiguous_gradients": "gradients lie in a planned block of the step; memory.arena: true is for the state",
             "reduce_scatter": "the mean is always taken by the collective the stage needs",
             "use_multi_rank_bucket_allreduce": "gradients are reduce-scattered, never all-reduced and sliced",
             "allgather_partitions": "parameters are always all-gathered",
@@ -253,13 +251,19 @@ _NO_EFFECT = {
         {
             "pin_memory": "the device's client moves arrays through pinned memory of its own",
             "fast_init": "masters are made on the host, without a pass over the device",
-            "cpuadam_cores_perc": "XLA's CPU backend uses all cores that the process has",
+            "cpuadam_cores_perc": "DeepSpeed's SuperOffload reads it; XLA's CPU backend uses all cores of the process",
         },
         "zero_optimization.offload_optimizer.",
     ),
     **_table(
         Treatment.NO_EFFECT,
-        {"pin_memory": "parameters in host memory are pinned"},
+        {
+            "pin_memory": "parameters in host memory are pinned",
+            "nvme_path": _WITH_NVME,
+            "buffer_count": _WITH_NVME,
+            "buffer_size": _WITH_NVME,
+            "max_in_cpu": _WITH_NVME,
+        },
         "zero_optimization.offload_param.",
     ),
     **_table(
@@ -304,26 +308,6 @@ _NO_EFFECT = {
     ),
 }
 
-_NOT_YET = {
-    **_table(
-        Treatment.NOT_YET,
-        {
-            "super_offload": "a speculative update, before the gradients are judged",
-        },
-        "zero_optimization.offload_optimizer.",
-    ),
-    **_table(
-        Treatment.NOT_YET,
-        {
-            "nvme_path": _WITH_NVME,
-            "buffer_count": _WITH_NVME,
-            "buffer_size": _WITH_NVME,
-            "max_in_cpu": _WITH_NVME,
-        },
-        "zero_optimization.offload_param.",
-    ),
-}
-
 _REFUSED = _table(
     Treatment.REFUSED,
     {
@@ -338,6 +322,8 @@ _REFUSED = _table(
                 "zeropp_loco_param",
             )
         },
+        "zero_optimization.offload_optimizer.super_offload": "it updates before the gradients are judged, and needs "
+        "a second copy of the state to go back to; delay_after hides the update without one, a step late",
         "zero_optimization.zenflow": "stale, partial updates from the host have no counterpart",
         "optimizer.params.amsgrad": "DeepSpeed's kernels refuse it as well; pass an optax tx",
         "optimizer.params.dampening": "SGD's momentum takes the full gradient; pass an optax tx",
@@ -392,7 +378,7 @@ IGNORED_BY_TYPE: dict[tuple[str, str], Key] = {
 }
 """Keys that one type of optimizer ignores and another reads, by (type, key path)."""
 
-KEYS: dict[str, Key] = {**_IMPLEMENTED, **_NO_EFFECT, **_NOT_YET, **_REFUSED, **_CONVERTED}
+KEYS: dict[str, Key] = {**_IMPLEMENTED, **_NO_EFFECT, **_REFUSED, **_CONVERTED}
 """Every key, by its path; a key of a file is looked up under the name of its field."""
 
 

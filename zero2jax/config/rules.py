@@ -1,4 +1,4 @@
-"""Rules that join several keys, and the features a configuration asks for that the engine lacks.
+"""Rules that join several keys.
 
 Everything here looks at a finished `Config`; single values were checked when they were read.
 """
@@ -11,10 +11,6 @@ from zero2jax.config.keys import KEYS, Treatment, key_of
 from zero2jax.config.params import SGDParams, WarmupCosineLRParams, WarmupDecayLRParams, WarmupLRParams
 from zero2jax.config.schema import Config
 from zero2jax.config.values import Report, shown
-
-_SWITCHES = ("enabled", "device")
-_SWITCHED = ("zero_optimization.offload_param",)
-"""Blocks whose other keys only accompany their switch."""
 
 
 def key_values(value: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -77,6 +73,8 @@ def _auto_notes(config: Config, report: Report) -> None:
 def _refused(config: Config, report: Report) -> None:
     for path, value, default in key_values(config):
         key = KEYS[path]
+        if path.startswith("zero_optimization.offload_optimizer.") and offload_device(config) == "none":
+            continue
         if key.treatment is Treatment.REFUSED and value != default:
             report.refuse(path, value, f"not supported: {key.becomes}", "Remove the key or switch it off.")
 
@@ -183,6 +181,12 @@ def _zero_rules(config: Config, report: Report) -> None:
         report.notes.append(
             f"{path}.offload_param is ignored at stage {zero.stage}, as in DeepSpeed: it needs stage 3."
         )
+    if param_device(config) == "nvme":
+        rule = (
+            "not supported: a compiled step fetches parameters from pinned host memory, and cannot read files"
+        )
+        way_out = 'Use "cpu"; masters and optimizer state go to files by offload_optimizer.'
+        report.refuse(f"{path}.offload_param.device", "nvme", rule, way_out)
     if param_device(config) == "cpu" and (offload is None or offload.device == "none" or offload.ratio == 0):
         report.notes.append(
             f"{path}.offload_param without offload_optimizer moves nothing: what the loss gathers are shards of the "
@@ -233,33 +237,6 @@ def _scheduler_notes(config: Config, report: Report) -> None:
             )
     if config.scheduler is not None and config.optimizer is None:
         report.notes.append("scheduler: it drives the optimizer block, and the file has none.")
-
-
-def not_yet(config: Config) -> list[str]:
-    """What this configuration asks for and the engine cannot do yet, a line per key path.
-
-    >>> from zero2jax.config.reading import load_config
-    >>> not_yet(load_config({"train_batch_size": 8}))
-    []
-    """
-    return list(_not_yet(config))
-
-
-def _not_yet(config: Config) -> Iterator[str]:
-    for path, value, default in key_values(config):
-        block, _, name = path.rpartition(".")
-        if KEYS[path].treatment is not Treatment.NOT_YET or (block in _SWITCHED and name not in _SWITCHES):
-            continue
-        asked = value != default
-        if block in ("bf16", "fp16"):
-            asked = getattr(config, block).enabled and asked
-        elif block == "zero_optimization.offload_optimizer":
-            asked = asked and offload_device(config) != "none" and name == "super_offload"
-        if asked:
-            yield f"{path} = {shown(value)}: {KEYS[path].becomes}"
-    if param_device(config) == "nvme":
-        path = "zero_optimization.offload_param.device"
-        yield f"{path} = 'nvme': parameters on local disks"
 
 
 def offload_device(config: Config) -> str:

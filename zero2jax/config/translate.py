@@ -1,7 +1,6 @@
 """From a `Config` to what an engine is told: the one translation. `initialize` passes it on, `check` puts it in words.
 
-No mesh and no arrays: what a mesh has to say comes as the number of its devices and the names of its axes. What the
-engine cannot do yet is translated, too; `rules.not_yet` names it, and `initialize` refuses it.
+No mesh and no arrays: what a mesh has to say comes as the number of its devices and the names of its axes.
 """
 
 import dataclasses
@@ -129,7 +128,11 @@ def translate(
     return EngineSettings(
         config=config,
         step=step,
-        offload=_offload(zero.offload_optimizer, params=param_device(config) == "cpu"),
+        offload=_offload(
+            zero.offload_optimizer,
+            params=param_device(config) == "cpu",
+            measure=config.wall_clock_breakdown,
+        ),
         memory=config.memory.settings,
         activations=activations_of(config),
     )
@@ -141,7 +144,7 @@ def _masters(config: Config) -> str:
     return "bf16" if config.bf16.enabled and config.bf16.bf16_master_weights_and_grads else "fp32"
 
 
-def _offload(block: OffloadOptimizer | None, *, params: bool) -> OffloadSettings | None:
+def _offload(block: OffloadOptimizer | None, *, params: bool, measure: bool) -> OffloadSettings | None:
     """What `offload_optimizer` asks for; None for all on the devices."""
     if block is None or block.device == "none" or block.ratio == 0:
         return None
@@ -149,6 +152,8 @@ def _offload(block: OffloadOptimizer | None, *, params: bool) -> OffloadSettings
     common = (budget if block.device_bytes else {"ratio": block.ratio}) | {
         "delay_after": block.delay_after,
         "params": params,
+        # beside the next step an update has no part of a step to itself
+        "measure": measure and block.delay_after is None,
     }
     if block.device == "cpu":
         return OffloadSettings(**common)

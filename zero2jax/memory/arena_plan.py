@@ -21,6 +21,7 @@ from zero2jax.zero.shard_plan import LeafPlan, ShardPlan
 from zero2jax.zero.state import Layout
 
 MOST_WASTE = 0.01
+GROUP_BYTES, GROUP_LEAVES = 2**20, 64  # of neighbours that are copied out together
 _ALIGNMENTS = (256, 128, 64, 32, 16)
 
 
@@ -63,6 +64,19 @@ class Buffer:
     def waste(self) -> float:
         """The part of it that is padding between segments."""
         return 1 - sum(s.size for s in self.segments) / self.size
+
+    @property
+    def groups(self) -> list[list[Segment]]:
+        """Its segments in order: neighbours that are small together, of the others each alone."""
+        groups: list[list[Segment]] = []
+        for s in self.segments:
+            held = groups[-1] if groups else []
+            num_bytes = (s.offset + s.size - held[0].offset) * self.dtype.itemsize if held else 0
+            if held and len(held) < GROUP_LEAVES and num_bytes <= GROUP_BYTES:
+                held.append(s)
+            else:
+                groups.append([s])
+        return groups
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,9 +101,15 @@ class Block:
         Raises:
           ValueError: the block is held.
         """
-        if self._arena is not None:
-            self._arena.release(self)
-            self._arena = None
+        if self._arena is None:
+            return
+        if self.is_held:
+            raise ValueError(
+                f"releasing a block of {self.dtype}{list(self.shape)}: it is held. Leave the `with block.held()` "
+                f"first."
+            )
+        self._arena._forget(self)
+        self._arena = None
 
 
 class HostArena:
@@ -136,9 +142,15 @@ class HostArena:
         """A block for an array, whose contents are whatever was there.
 
         Raises:
+          ValueError: the shape has a negative dim; the elements are objects.
           ArenaFullError: there is no room, with the sizes that are free and held.
         """
         dtype = np.dtype(dtype)
+        if dtype.hasobject or not all(is_whole(n) and n >= 0 for n in shape):
+            raise ValueError(
+                f"allocating {dtype}{list(shape)} in a host arena: a shape is whole numbers from 0 on, and elements "
+                f"are numbers. Correct the shape, or store objects elsewhere."
+            )
         wanted = math.prod(shape) * dtype.itemsize
         size = max(-(-wanted // self._alignment), 1) * self._alignment
         offset = self._best_fit(size)
@@ -153,13 +165,7 @@ class HostArena:
         self._peak = max(self._peak, self._used)
         return block
 
-    def release(self, block: Block) -> None:
-        """Give a block back; see `Block.release`."""
-        if block.is_held:
-            raise ValueError(
-                f"releasing a block of {block.dtype}{list(block.shape)}: it is held. Leave the `with block.held()` "
-                f"first."
-            )
+    def _forget(self, block: Block) -> None:
         self._blocks.remove(block)
         self._used -= block.size
 

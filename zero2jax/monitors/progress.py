@@ -4,6 +4,7 @@ A JAX step is one program: forward, backward and update have no times of their o
 the host can tell is when it called, when the call returned, and when the result was there.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -87,7 +88,7 @@ class Progress:
             parts = [self._values(record), self._rates() if self._throughput else ""]
             lines.append(f"step {record.step}: " + "; ".join(part for part in parts if part))
         if self._breakdown and self._timed:
-            lines.append(f"step {record.step}: {self._times()}")
+            lines.append(f"step {record.step}: {self._times()}{self._offload()}")
         return lines
 
     def _values(self, record: StepRecord) -> str:
@@ -116,6 +117,21 @@ class Progress:
             f"for the loop {mean_ms('idle_s')}; the loop: between steps {mean_ms('between_s')}, dispatch "
             f"{mean_ms('dispatch_s')}"
         )
+
+    def _offload(self) -> str:
+        """Of an engine that offloads and measures it: the part of the steps that it adds, and bytes per second."""
+        mean = lambda name: _mean([r.metrics.get(f"offload_{name}", math.nan) for r in self._timed])
+        if math.isnan(share := mean("share")):
+            return ""
+        rates = {way: mean(f"{way}_bytes_per_s") for way in ("down", "up", "read", "write")}
+        known = [f"{way} {rate / 1e9:.3g} GB/s" for way, rate in rates.items() if not math.isnan(rate)]
+        return ", ".join([f"; offload adds {share:.1%} of a step", *known])
+
+
+def _mean(values: list[float]) -> float:
+    """The mean of those that are known; NaN without any."""
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
 
 
 def _shapes(batch: PyTree) -> Any:
