@@ -78,7 +78,7 @@ class Compiled:
             given = self._given_options
             given = given(self.layout.params) if callable(given) else given or {}
             self._options = with_pipelined_gathers(
-                given, self._program.settings.step.stage, self._program.mesh
+                given, self._program.settings.step.at_use, self._program.mesh
             )
         return self._options
 
