@@ -16,18 +16,10 @@ from jax.typing import DTypeLike
 
 from zero2jax.activations.layers import ActivationSettings, remat_layers
 from zero2jax.activations.profile import ActivationProfile, ProfileOnce, profile_loss
-from zero2jax.base import losses
-from zero2jax.base.batches import (
-    abstract_batch,
-    abstract_loss_args,
-    check_apart,
-    check_batch,
-    place_batch,
-    place_loss_args,
-)
+from zero2jax.base import batches, losses
 from zero2jax.base.losses import LossFn
 from zero2jax.base.mesh import DATA_AXIS, axis_size, data_axes, make_mesh
-from zero2jax.base.pytrees import LeafPredicate, PyTree, check_alive, is_function, is_traced, shapes_of
+from zero2jax.base.pytrees import LeafPredicate, PyTree, has_tracers, is_function, is_traced, shapes_of
 from zero2jax.base.transformation import checked_transformation
 from zero2jax.memory.arena import ArenaCompiled, checked_arena, delete_arena, in_arena
 from zero2jax.memory.breakdown import StepMemory
@@ -54,7 +46,8 @@ from zero2jax.zero.placement import check_init_arguments, first_state, made_shap
 from zero2jax.zero.precision import Precision
 from zero2jax.zero.running import running, settled
 from zero2jax.zero.settings import MAX_KEPT_SIZE, StepSettings, WithSettings
-from zero2jax.zero.state import Layout, TrainState, check_state
+from zero2jax.zero.state import Layout, TrainState
+from zero2jax.zero.state_checks import check_state
 from zero2jax.zero.step import Metrics
 
 LossArgs = Mapping[str, PyTree] | None
@@ -234,8 +227,8 @@ class Engine(WithSettings):
         """
         shapes = shapes_of(params)
         if batch is not None:
-            check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
-            batch = abstract_batch(batch, self.mesh, self.axes.batch)
+            batches.check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
+            batch = batches.abstract_batch(batch, self.mesh, self.axes.batch)
         layout = self._blueprint.layout(shapes, batch, shapes_of(dict(loss_args or {})))
         if self.offload is not None:
             layout = offloaded_layout(self._blueprint.program(layout), self.offload)
@@ -269,8 +262,6 @@ class Engine(WithSettings):
         makes = is_function(params)
         with self._running():
             check_init_arguments(params, args)
-            if not makes:
-                check_alive(params, "the parameters", "It was donated: pass parameters that are still there.")
             shapes = made_shapes(params, args) if makes else params
             self.abstract_state(shapes, batch=batch, loss_args=loss_args)
             expect_same_start(self._blueprint.start(self.layout), self.mesh, args if makes else params)
@@ -314,16 +305,18 @@ class Engine(WithSettings):
         """
         # Processes compare how many steps they have begun.
         jax.monitoring.record_event(STEP_EVENT, num_devices=self.mesh.devices.size)
-        state = self._compiled.placed(state)
-        check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
-        check_apart(state, {"the batch": batch, "loss_args": loss_args, "the extra arguments": extra_args})
+        compiled = self._compiled
+        state, leaves = compiled.with_leaves(state)
+        batches.check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
+        others = {"the batch": batch, "loss_args": loss_args, "the extra arguments": extra_args}
+        traced = has_tracers(given := [*leaves, *jax.tree.leaves(others)])
+        batches.check_apart(state, others, given)
         args = (state, *self._placed(batch, loss_args), extra_args)
-        seen = None if self.observers is None else self.observers.begin(state, batch, loss_args)
+        seen = self.observers and self.observers.begin(state, batch, loss_args)
         profile = None
         if self.activations is not None and self.activations.profile:  # before the state is donated
             measure = functools.partial(self.activation_profile, batch, loss_args=loss_args)
-            profile = self._profile.of(self._compiled, measure)
-        compiled, traced = self._compiled, is_traced(args)
+            profile = self._profile.of(compiled, measure)
         with self._running(traced, state):
             if not traced:
                 self.overflow_watch.check()
@@ -340,7 +333,7 @@ class Engine(WithSettings):
             metrics |= self._memory.metrics()
         if profile is not None:
             metrics["activation_profile"] = profile.as_dict()
-        if seen is not None:
+        if seen:
             seen(state, metrics)
         return state, metrics
 
@@ -354,7 +347,7 @@ class Engine(WithSettings):
         donated.
         """
         state = self._compiled.placed(state)
-        check_batch(batch, self.num_batch_shards, 1)
+        batches.check_batch(batch, self.num_batch_shards, 1)
         evaluate = self._compiled.evaluate(loss_fn or self.loss_fn)
         args = (self._compiled.on_devices(state), *self._placed(batch, loss_args))
         with self._running(is_traced(args), state):
@@ -401,7 +394,7 @@ class Engine(WithSettings):
 
         Of an engine whose state is updated on the host, the half that runs on the devices: gradients, norm and verdict.
         """
-        check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
+        batches.check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         with self._running():
             shapes = self._compiled.abstract_state(), *self._abstract(batch, loss_args)[1:]
             return self._compiled.step.lower(*shapes, {})  # type: ignore[no-any-return]
@@ -435,14 +428,19 @@ class Engine(WithSettings):
 
     def trace_with(self, batch: PyTree, loss_args: LossArgs, loss: losses.Loss) -> Any:
         """Trace the gradients of a batch of these shapes with a loss in the place of the engine's; their shapes."""
-        check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
+        batches.check_batch(batch, self.num_batch_shards, self.num_microbatches, self.batch_size)
         gradients = self._blueprint.program(self.layout, loss).gradients
         return jax.eval_shape(gradients, *self._abstract(batch, loss_args))
 
     def _placed(self, batch: PyTree, loss_args: LossArgs) -> tuple[PyTree, dict[str, PyTree]]:
-        return place_batch(batch, self.mesh, self.axes.batch), place_loss_args(loss_args, self.mesh)
+        return batches.place_batch(batch, self.mesh, self.axes.batch), batches.place_loss_args(
+            loss_args, self.mesh
+        )
 
     def _abstract(self, batch: PyTree, loss_args: LossArgs) -> tuple[TrainState, PyTree, dict[str, PyTree]]:
         """The shapes of what the devices take in a step, with shardings."""
-        placed = abstract_batch(batch, self.mesh, self.axes.batch), abstract_loss_args(loss_args, self.mesh)
+        placed = (
+            batches.abstract_batch(batch, self.mesh, self.axes.batch),
+            batches.abstract_loss_args(loss_args, self.mesh),
+        )
         return self._compiled.abstract_on_devices(), *placed

@@ -67,6 +67,11 @@ def live_arrays(leaves: list[Any]) -> list[Any]:
     return [x for x in leaves if type(x) in kinds]
 
 
+def are_arrays(leaves: list[Any]) -> bool:
+    """Whether all leaves are arrays of JAX, and no tracers."""
+    return all(issubclass(kind, jax.Array) for kind in set(map(type, leaves)))
+
+
 def check_alive(tree: PyTree, reading: str, way_out: str) -> None:
     """Raise a ValueError if a leaf is an array whose buffers are gone, which jax 0.10 does not survive in a program;
     or stands for one and is gone.
@@ -83,7 +88,12 @@ def check_alive(tree: PyTree, reading: str, way_out: str) -> None:
 
 def is_traced(tree: PyTree) -> bool:
     """Whether a leaf belongs to a program that is being traced, the user's `jit` or `scan`."""
-    return any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, jax.tree.leaves(tree))))
+    return has_tracers(jax.tree.leaves(tree))
+
+
+def has_tracers(leaves: list[Any]) -> bool:
+    """Whether one of some leaves does."""
+    return any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, leaves)))
 
 
 def select_leaves(

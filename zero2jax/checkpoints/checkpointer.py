@@ -54,7 +54,8 @@ from zero2jax.checkpoints.state_leaves import (
 from zero2jax.engine import Engine
 from zero2jax.memory.arena import in_arena
 from zero2jax.processes.agreement import gather_over
-from zero2jax.zero.state import TrainState, check_state
+from zero2jax.zero.state import TrainState
+from zero2jax.zero.state_checks import check_state
 
 if TYPE_CHECKING:  # they import Orbax
     from zero2jax.checkpoints.orbax_handler import SaveState

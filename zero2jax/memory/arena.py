@@ -23,7 +23,8 @@ from zero2jax.base.losses import LossTerms
 from zero2jax.base.pytrees import PyTree, check_alive, is_traced
 from zero2jax.memory.arena_plan import ArenaPlan, Buffer, PartPlan, buffer_shapes
 from zero2jax.zero.compiled import Compiled, CompilerOptions
-from zero2jax.zero.state import TrainState, place_state
+from zero2jax.zero.state import TrainState
+from zero2jax.zero.state_checks import place_state
 from zero2jax.zero.step import Metrics, StepProgram
 
 
@@ -210,17 +211,18 @@ class ArenaCompiled(Compiled):
         params = part(state.params, self._pack_params)
         return state._replace(params=params, opt_state=part(state.opt_state, self._pack_opt_state))
 
-    def placed(self, state: TrainState) -> TrainState:
-        """A state in an arena that a program may take, from one or from leaves.
+    def with_leaves(self, state: TrainState) -> tuple[TrainState, list[jax.Array]]:
+        """A state in an arena that a program may take, from one or from leaves, and its arrays.
 
         Raises:
-          TypeError, ValueError: as `zero.state.place_state`; the arena is of another engine.
+          TypeError, ValueError: as `zero.state_checks.place_state`; the arena is of another engine.
         """
         if not in_arena(state):
             state = place_state(state, self.layout, self._program.mesh)
             # what the caller still holds is not let go
             params = self._pack_params(state.params)
-            return state._replace(params=params, opt_state=self._pack_opt_state(state.opt_state))
+            state = state._replace(params=params, opt_state=self._pack_opt_state(state.opt_state))
+            return state, jax.tree.leaves(state)
         check_alive(
             state,
             "the state",
@@ -233,7 +235,7 @@ class ArenaCompiled(Compiled):
                 "stage. Take the state that this engine's init returned, or give it leaves: the other engine's "
                 "engine.unpacked(state)."
             )
-        return state
+        return state, jax.tree.leaves(state)
 
     def unpacked(self, state: TrainState) -> TrainState:
         """The leaves of a state in an arena, copies; a state of leaves is itself."""

@@ -61,13 +61,13 @@ def class_formulas(layout: Layout, settings: GradientSettings, mesh: Mesh) -> di
 def master(layout: Layout, settings: GradientSettings, mesh: Mesh) -> Formula:
     """Parameters as stored between steps: masters, and frozen leaves in their own dtype."""
     num_bytes = _stored_bytes(layout.params, mesh)
-    return _over_shards("parameters at rest", num_bytes, settings, from_stage=1)
+    return _over_shards("parameters at rest", num_bytes, settings, settings.step.stage >= 1)
 
 
 def optimizer_state(layout: Layout, settings: GradientSettings, mesh: Mesh) -> Formula:
     """State of the optimizer."""
     num_bytes = _stored_bytes(layout.opt_state, mesh)
-    return _over_shards("optimizer state", num_bytes, settings, from_stage=1)
+    return _over_shards("optimizer state", num_bytes, settings, settings.step.stage >= 1)
 
 
 def parameters(settings: GradientSettings, mesh: Mesh) -> Formula:
@@ -93,12 +93,12 @@ def gradients(settings: GradientSettings, mesh: Mesh) -> Formula:
     """Gradients as the optimizer gets them, or as they accumulate over microbatches."""
     trained = [(i, leaf) for i, leaf in enumerate(settings.plan.leaves) if settings.trainable[i]]
     num_bytes = sum(_size(leaf, mesh) * int(settings.gradient_dtype(i).itemsize) for i, leaf in trained)
-    return _over_shards("gradients", num_bytes, settings, from_stage=2)
+    return _over_shards("gradients", num_bytes, settings, settings.step.at_use)
 
 
-def _over_shards(words: str, full_bytes: int, settings: GradientSettings, *, from_stage: int) -> Formula:
-    """What is sharded from a stage on: `full_bytes` below it, a shard of them from there on."""
-    num_shards = settings.plan.num_shards if settings.step.stage >= from_stage else 1
+def _over_shards(words: str, full_bytes: int, settings: GradientSettings, is_sharded: bool) -> Formula:
+    """A shard of `full_bytes`, or all of them."""
+    num_shards = settings.plan.num_shards if is_sharded else 1
     return Formula(full_bytes // num_shards, words + (f" / {num_shards}" if num_shards > 1 else ""))
 
 

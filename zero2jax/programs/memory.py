@@ -195,7 +195,7 @@ def _row(name: str, measured_bytes: int | None, source: str, formula: Formula) -
 def _gradients_row(
     moved: list[Collective], gradients: Compiled, settings: GradientSettings, mesh: Mesh, formula: Formula
 ) -> MemoryRow:
-    if settings.step.stage >= 2:
+    if settings.step.at_use:
         return _row(GRADIENTS, _analysis(gradients).output_size_in_bytes, "compiled gradients", formula)
     measured = _reduced_bytes(_along(moved, settings.axis_name, mesh), settings)
     return _row(GRADIENTS, measured, "reductions of the compiled step", formula)

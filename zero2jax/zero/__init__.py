@@ -45,6 +45,7 @@ The files, in reading order. The first five are the idea:
     regather      operations with a body of their own, and loops' constants, at stage 3
     tracing       the loss as a jaxpr, without the mesh
     state, placement    what is at rest, and how it gets there without a full copy
+    state_checks  whether a state is one that a program may take
     blueprint     what an engine is told of the layout and the step, and both from shapes
     schedule      options of the compiler that hide communication
     compiled      the step, evaluations and full parameters of one layout, jitted; donation

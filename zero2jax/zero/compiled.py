@@ -21,7 +21,8 @@ from zero2jax.base.pytrees import PyTree
 from zero2jax.zero.placement import make_opt_state
 from zero2jax.zero.schedule import with_pipelined_gathers
 from zero2jax.zero.shard_plan import ShardPlan
-from zero2jax.zero.state import TrainState, place_state
+from zero2jax.zero.state import TrainState
+from zero2jax.zero.state_checks import KeptState
 from zero2jax.zero.step import StepProgram
 
 CompilerOptions = Mapping[str, Any] | Callable[[ShardPlan], Mapping[str, Any]] | None
@@ -43,6 +44,7 @@ class Compiled:
         self._replicated = replicated(program.mesh)
         self._step: Any = None
         self._step_inside: Any = None
+        self._kept_state: KeptState | None = None
         self.evaluations: dict[Any, Any] = {}  # by the identity of the loss: it may be unhashable
         self._sources: collections.Counter[Any] = collections.Counter()  # losses compiled of the same code
         self.compared = False  # whether the processes have agreed that they run the same step
@@ -76,7 +78,7 @@ class Compiled:
             given = self._given_options
             given = given(self.layout.params) if callable(given) else given or {}
             self._options = with_pipelined_gathers(
-                given, self._program.settings.step.stage, self._program.mesh
+                given, self._program.settings.step.at_use, self._program.mesh
             )
         return self._options
 
@@ -111,8 +113,14 @@ class Compiled:
         return self.layout.abstract_state(self._program.mesh)
 
     def placed(self, state: TrainState) -> TrainState:
-        """A state that a step may take; see `place_state`."""
-        return place_state(state, self.layout, self._program.mesh)
+        """A state that a program may take; see `place_state`."""
+        return self.with_leaves(state)[0]
+
+    def with_leaves(self, state: TrainState) -> tuple[TrainState, list[jax.Array]]:
+        """A state that a program may take, and its leaves."""
+        if self._kept_state is None:
+            self._kept_state = KeptState(self.layout, self._program.mesh)
+        return self._kept_state.placed(state)
 
     def stored(self, state: TrainState) -> TrainState:
         """A new state, of leaves, as a step takes it."""

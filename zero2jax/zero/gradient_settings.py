@@ -75,9 +75,8 @@ class GradientSettings:
         return self.precision.accumulate(leaf) if accumulated else self.precision.summed(leaf)
 
     def sum_dtype(self, i: int) -> Any:
-        """The dtype in which the optimizer gets that gradient: stages 0 and 1 reduce it when it is complete."""
-        reduced_last = self.step.stage <= 1
-        return self.precision.summed(self.plan.leaves[i]) if reduced_last else self.gradient_dtype(i)
+        """The dtype in which the optimizer gets that gradient, which may be reduced when it is complete."""
+        return self.gradient_dtype(i) if self.step.at_use else self.precision.summed(self.plan.leaves[i])
 
     @property
     def uses(self) -> list[Use]:

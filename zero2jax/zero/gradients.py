@@ -4,7 +4,7 @@ In: this device's shards of the parameters, its part of the batch. Out: this dev
 over all devices and microbatches with the slices' weights, and the sums of the loss terms.
 
   stage 0, 1   parameters are gathered once; full gradients accumulate on each device and are all-reduced (0) or
-               reduce-scattered (1) once, after the last microbatch
+               reduce-scattered (1) once, after the last microbatch; stage 1 of one microbatch is stage 2
   stage 2, 3   parameters are gathered at their point of use (`point_of_use`), where backward reduce-scatters their
                gradient; microbatches add into a sharded accumulator
 
@@ -51,7 +51,7 @@ def local_gradients(
       accumulation dtype if K > 1 and stage >= 2; and the totals, the same on every device.
     """
     shards = _group_shards(settings, settings.uses, params)
-    gradients = _full_gradients if settings.step.stage <= 1 else _gradients_at_use
+    gradients = _gradients_at_use if settings.step.at_use else _full_gradients
     grads, terms = gradients(loss, settings, shards, batch, rng)
     return _over_groups(settings, grads), terms.psum(settings.axes.names)
 
@@ -59,7 +59,7 @@ def local_gradients(
 def _full_gradients(
     loss: Loss, settings: GradientSettings, shards: list[jax.Array], batch: PyTree, rng: SliceContext
 ) -> Gradient:
-    """Stages 0 and 1: full parameters, full gradients, reduced once."""
+    """Stage 0, and stage 1 with several microbatches: full parameters, full gradients, reduced once."""
     trained, uses = settings.trained, settings.uses
     params = by_layer(gather, list(zip(uses, shards, strict=True)))
 
@@ -81,7 +81,7 @@ def _full_gradients(
 def _gradients_at_use(
     loss: Loss, settings: GradientSettings, shards: list[jax.Array], batch: PyTree, rng: SliceContext
 ) -> Gradient:
-    """Stages 2 and 3: each parameter is gathered, and its gradient reduced, where it is used."""
+    """Else: each parameter is gathered, and its gradient reduced, where it is used."""
     trained, uses, sources = settings.trained, settings.uses, shards
     if settings.step.gather_once:
         sources = by_layer(gather, list(zip(uses, shards, strict=True)))

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from zero2jax.base.checks import is_whole, misfit, type_name
 from zero2jax.base.memories import to_device
 from zero2jax.base.mesh import moved, replicated
-from zero2jax.base.pytrees import PyTree, is_function
+from zero2jax.base.pytrees import PyTree, check_alive, is_function
 from zero2jax.zero.collectives import pad_to
 from zero2jax.zero.rounding import rounded, widened
 from zero2jax.zero.shard_plan import LeafPlan
@@ -120,7 +120,12 @@ def _slice(leaf: LeafPlan, host: Any, index: tuple[slice, ...]) -> np.ndarray:
 
 
 def check_init_arguments(params: PyTree | Callable[..., PyTree], args: tuple[Any, ...]) -> None:
-    """Raise a TypeError if these are neither parameters nor a function that makes them from these arguments."""
+    """Raise an error if these are neither parameters nor a function that makes them from these arguments.
+
+    Raises:
+      TypeError: they are something else, or the function takes other arguments.
+      ValueError: a parameter was donated.
+    """
     if hasattr(params, "params") and hasattr(params, "opt_state"):
         own = isinstance(params, TrainState)
         way_out = "Go on with it, or pass engine.params(state)" if own else "Pass its .params"
@@ -128,6 +133,7 @@ def check_init_arguments(params: PyTree | Callable[..., PyTree], args: tuple[Any
             f"making a state: found a {type_name(params)}, which is a training state, and not parameters. {way_out}."
         )
     if not is_function(params):
+        check_alive(params, "the parameters", "It was donated: pass parameters that are still there.")
         return
     if callable(getattr(params, "init", None)) and callable(getattr(params, "apply", None)):
         raise TypeError(

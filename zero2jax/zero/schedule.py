@@ -22,16 +22,16 @@ _PIPELINED_GATHERS: tuple[dict[str, bool | str], ...] = (
 )
 
 
-def with_pipelined_gathers(options: Mapping[str, Any], stage: int, mesh: Mesh) -> dict[str, Any]:
+def with_pipelined_gathers(options: Mapping[str, Any], at_use: bool, mesh: Mesh) -> dict[str, Any]:
     """Compiler options of a step, with those that start its gathers early where parameters are gathered at their use.
 
     Args:
       options: the user's. Whoever switches off latency hiding (`overlap_comm: false`) gets no pipelining either.
-      stage: ZeRO stage.
+      at_use: whether the step gathers parameters where they are used.
       mesh: of the step; only GPUs have these options.
     """
     device = mesh.devices.flat[0]
-    if device.platform not in GPU_PLATFORMS or stage < 2 or options.get(_HIDES_LATENCY) is False:
+    if device.platform not in GPU_PLATFORMS or not at_use or options.get(_HIDES_LATENCY) is False:
         return dict(options)
     local = mesh.local_devices or [device]  # none of a target that is not here
     return {**_spelled(local[0]), **options}
@@ -44,7 +44,7 @@ def _spelled(device: jax.Device) -> dict[str, bool | str]:
             return options
     warnings.warn(
         f"the compiler of jax {jax.__version__} knows none of the options {[*map(list, _PIPELINED_GATHERS)]}: "
-        f"gathers of stages 2 and 3 are not started early. The step is as exact without.",
+        f"gathers are not started early. The step is as exact without.",
         stacklevel=2,
     )
     return {}

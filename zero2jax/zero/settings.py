@@ -72,7 +72,8 @@ class StepSettings:
         if self.gather not in ("auto", "use", "once") or (self.gather == "once" and self.stage != 2):
             raise ValueError(
                 f"building the engine: gather is {self.gather!r} at stage {self.stage}. It is 'auto', 'use' or "
-                f"'once', and only stage 2 has the choice: stages 0 and 1 gather once, stage 3 at each use."
+                f"'once', and only stage 2 has the choice: stage 3 gathers at each use, and stages 0 and 1 once if "
+                f"there are microbatches."
             )
         if self.axes.rest_over_replicas and self.stage == 0:
             raise ValueError(
@@ -106,6 +107,13 @@ class StepSettings:
                 f"below {tiny:.3g} it is 0 in fp32"
             )
             _refuse("clip_norm", self.clip_norm, rule)
+
+    @property
+    def at_use(self) -> bool:
+        """Whether parameters are gathered, and gradients reduced, where they are used. Stage 1 does so, too, unless
+        it adds full gradients of several microbatches.
+        """
+        return self.stage >= 2 or (self.stage == 1 and self.num_microbatches == 1)
 
     @property
     def gather_once(self) -> bool:
