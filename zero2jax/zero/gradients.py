@@ -189,16 +189,16 @@ def _over_groups(settings: GradientSettings, grads: list[jax.Array]) -> list[jax
         return grads
 
     def over_groups(use: Use, x: jax.Array) -> jax.Array:
-        at_rest_in_each = use.dim is None or not settings.axes.rest_over_replicas
+        dim = use.dim if settings.axes.rest_over_replicas else None
         if use.reduce_wire is not None:
-            if at_rest_in_each:
+            if dim is None:
                 return quantized.psum(x, replica, use.reduce_wire, use.placement)
-            return quantized.scatter(x, replica, use.dim, use.reduce_wire, use.placement)
+            return quantized.scatter(x, replica, dim, use.reduce_wire, use.placement)
         x = x.astype(use.grad_dtype) if use.in_order else x
-        if at_rest_in_each:
+        if dim is None:
             return (collectives.sum_in_order if use.in_order else collectives.psum)(x, replica, use.placement)
         scatter = collectives.scatter_in_order if use.in_order else collectives.psum_scatter
-        return scatter(x, replica, use.dim, use.placement)
+        return scatter(x, replica, dim, use.placement)
 
     uses = settings.uses
     return by_layer(over_groups, [(uses[i], g) for i, g in zip(settings.trained, grads, strict=True)])
