@@ -148,14 +148,20 @@ LOADS = {
         [],
         ["the string '128' was read as 128"] + ["was read as"] * 7,
     ),
+    "zeropp": (
+        {
+            "zero_optimization.zero_quantized_weights": True,
+            "zero_optimization.zero_quantized_gradients": True,
+            "zero_optimization.zero_quantized_gradients_bits": 4,
+            "zero_optimization.zero_hpz_partition_size": 8,
+        },
+        [],
+        ["reduce_scatter, zero_optimization.contiguous_gradients"],
+    ),
 }
 
 # name -> words of the errors in their order
 FAILS = {
-    "zeropp": [
-        "zero_quantized_weights = true: not supported: quantised collectives change the numbers",
-        "zero_quantized_gradients = true: not supported: quantised collectives change the numbers",
-    ],
     "bert_onebit": ["optimizer.type = 'OneBitAdam': not supported"],
     "hf_zero3_auto": ["scheduler.params.total_num_steps = 'auto'"],
     "megatron_moe_stage0": ["curriculum_learning = true: not supported"],
