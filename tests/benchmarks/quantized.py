@@ -26,6 +26,7 @@ from examples.options import make_optimizer
 CONFIG, BATCH_SIZE, LEARNING_RATE, NUM_HELD_OUT = PRESETS["tiny"], 16, 4e-3, 16
 BITS = {
     "none": None,
+    "none-groups": None,
     "int8": {"params_bits": 8, "grads_bits": 8},
     "int4": {"params_bits": 8, "grads_bits": 4},
     "int4-groups": {"params_bits": 8, "grads_bits": 4},

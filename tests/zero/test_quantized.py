@@ -1,6 +1,7 @@
 """What travels in 8 or 4 bits: its arithmetic, a step and its bytes, each against NumPy."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -36,15 +37,20 @@ def rounded(x, wire):
 # --- the arithmetic --------------------------------------------------------------------------------------------------
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def there_and_back(x, wire):
+    packed = quantized(x, wire)
+    return packed, dequantized(packed, x.shape[-1], wire)
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_blocks_are_rounded_as_numpy_rounds_them_and_by_half_a_quantum_at_most(bits):
     wire = Wire(bits, 64)
     x = RNG.normal(size=(3, 201)).astype(np.float32) * np.float32([[1e-30], [1], [1e30]])
     x[1, :60] = 0  # the first of its blocks, of 51 numbers, or, in pairs, 52
-    packed = jax.jit(quantized, static_argnums=1)(x, wire)
+    packed, found = there_and_back(x, wire)
     assert packed.dtype == jnp.uint8
     assert packed.shape == (3, wire.num_bytes(201)) == (3, {8: 4 * (51 + 2), 4: 4 * (26 + 2)}[bits])
-    found = np.asarray(jax.jit(dequantized, static_argnums=(1, 2))(packed, 201, wire))
     np.testing.assert_array_equal(found, np.stack([rounded(row, wire) for row in x]))
     np.testing.assert_array_equal(found[1, :51], 0)
     # half a quantum, of a scale that bf16 rounds up by at most a 256th
@@ -57,9 +63,9 @@ def test_every_pair_of_4_bit_numbers_comes_back():
     x = np.stack([low.ravel(), high.ravel()], 1).astype(np.float32)
     x = np.concatenate([x, np.full((225, 2), 7, np.float32)], 1)[:, [0, 2, 1, 3]]  # 7 makes the scale 1
     wire = Wire(4, 4)
-    packed = quantized(jnp.asarray(x), wire)
+    packed, found = there_and_back(x, wire)
     assert packed.shape == (225, 4)
-    np.testing.assert_array_equal(dequantized(packed, 4, wire), x)
+    np.testing.assert_array_equal(found, x)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -68,7 +74,7 @@ def test_nothing_of_a_block_that_is_not_finite_arrives_finite(bits, bad):
     wire = Wire(bits, 4)
     x = np.ones(10, np.float32)  # blocks of 4, 4, 2
     x[5] = bad
-    found = np.asarray(dequantized(quantized(jnp.asarray(x), wire), 10, wire))
+    _, found = there_and_back(x, wire)
     np.testing.assert_array_equal(np.isfinite(found), [True] * 4 + [False] * 4 + [True] * 2)
 
 
@@ -97,6 +103,7 @@ PARAMS = {
     "b": RNG.normal(size=9).astype(np.float32),
     "count": np.arange(16, dtype=np.int32).reshape(8, 2),
     "base": RNG.normal(size=(8, 6)).astype(np.float32),
+    "none": np.zeros((0, 3), np.float32),
     "w": RNG.normal(size=(7, 10)).astype(np.float32),
 }
 BITS = {"params_bits": 8, "grads_bits": 4, "block_size": 16, "min_size": 0}
@@ -105,7 +112,7 @@ BITS = {"params_bits": 8, "grads_bits": 4, "block_size": 16, "min_size": 0}
 def loss(params, batch):
     """Linear and quadratic in w: its gradient, the mean of the batch plus w, is w as the loss sees it."""
     w, b = 1.0 * params["w"], params["b"]  # one use: what is used twice is reduced at each use
-    value = jnp.mean((batch * w[None]).sum((1, 2))) + 0.5 * (w**2).sum() + b.sum()
+    value = jnp.mean((batch * w[None]).sum((1, 2))) + 0.5 * (w**2).sum() + b.sum() + params["none"].sum()
     return value, {"base": params["base"], "count": params["count"], "w": w}
 
 
@@ -183,7 +190,7 @@ def test_a_step_is_what_numpy_makes_of_the_quantised_shards(case):
         zero2jax.make_mesh(**case.mesh),
         stage=case.stage,
         precision=zero2jax.Precision("fp32", quantize=settings),
-        trainable=lambda path, _: path in ("w", "b"),
+        trainable=lambda path, _: path in ("w", "b", "none"),
         param_specs={**dict.fromkeys(PARAMS, P()), "w": P(None, "model")} if has_model else None,
         shard_over_replicas=case.over,
         skip_nonfinite=True,
@@ -283,7 +290,7 @@ def test_checkpoints_go_from_a_quantised_engine_to_another_and_back(tmp_path):
             optax.adam(1e-2),
             zero2jax.make_mesh(data=num_devices),
             precision=zero2jax.Precision(quantize=quantize),
-            trainable=lambda path, _: path in ("w", "b"),
+            trainable=lambda path, _: path in ("w", "b", "none"),
         )
 
     engine = engine_of(3, zero2jax.QuantizeSettings(**BITS))

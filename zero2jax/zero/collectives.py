@@ -60,6 +60,8 @@ def sum_in_order(x: jax.Array, axis_name: str, placement: Placement = ()) -> jax
     """`psum` like `scatter_in_order`; the shards of the sum are gathered in its dtype."""
 
     def summed(x: jax.Array) -> jax.Array:
+        if x.size == 0:  # which XLA does not gather
+            return x.astype(jnp.promote_types(x.dtype, jnp.float32))
         flat = pad_to(x.reshape(-1), (padded_size(x.size, jax.lax.axis_size(axis_name)),))
         shard = scatter_in_order(flat, axis_name, 0)
         return jax.lax.all_gather(shard, axis_name, tiled=True)[: x.size].reshape(x.shape)
