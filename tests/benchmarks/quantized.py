@@ -30,13 +30,14 @@ BITS = {
     "int8": {"params_bits": 8, "grads_bits": 8},
     "int4": {"params_bits": 8, "grads_bits": 4},
     "int4-groups": {"params_bits": 8, "grads_bits": 4},
+    "int4-groups-64": {"params_bits": 8, "grads_bits": 4, "block_size": 64},
 }
 
 
 def trained(name: str, num_steps: int, seed: int) -> tuple[float, float]:
     """(held-out loss, seconds per step) after so many steps."""
     init_fn, loss_fn = make_loss(CONFIG)
-    groups = name.endswith("groups")
+    groups = "groups" in name
     engine = zero2jax.Engine(
         loss_fn,
         make_optimizer(LEARNING_RATE, num_steps),

@@ -302,3 +302,24 @@ def test_checkpoints_go_from_a_quantised_engine_to_another_and_back(tmp_path):
         engine.abstract_state(PARAMS)
         state, _ = zero2jax.Checkpointer(tmp_path / str(i)).restore(engine)
         assert_trees_equal(engine.params(state), PARAMS)
+
+
+def test_parameters_in_host_memory_are_quantised_where_they_are_fetched():
+    """Of bf16 there, and not of the fp32 masters."""
+    case = Case({"data": 2}, 3)
+    settings = zero2jax.QuantizeSettings(params_bits=8, block_size=16, min_size=0)
+    engine = zero2jax.Engine(
+        loss,
+        optax.sgd(1.0),
+        zero2jax.make_mesh(data=2),
+        stage=3,
+        precision=zero2jax.Precision(quantize=settings),
+        trainable=lambda path, _: path in ("w", "b", "none"),
+        offload=zero2jax.OffloadSettings(params=True),
+    )
+    state = engine.init(PARAMS)
+    _, metrics = engine.step(state, np.ones((2, 7, 10), np.float32))
+    (dim,) = (leaf.dim for leaf in engine.layout.params.leaves if leaf.path == "w")
+    stored = PARAMS["w"].astype(ml_dtypes.bfloat16).astype(np.float32)
+    expected = case.gathered(stored, dim).astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(metrics["aux"]["w"], np.float32), expected)
