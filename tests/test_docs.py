@@ -164,7 +164,7 @@ def test_every_metric_of_a_step_is_documented():
 
 def test_what_the_readme_says_is_not_there_is_what_the_engine_refuses():
     said = {
-        "quantised collectives": ("zero_optimization.zero_quantized_gradients", Treatment.REFUSED),
+        "error feedback for quantised gradients": ("zero_optimization.zeropp_loco_param", Treatment.REFUSED),
         "updates before the gradients are judged": (
             "zero_optimization.offload_optimizer.super_offload",
             Treatment.REFUSED,

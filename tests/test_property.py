@@ -52,6 +52,22 @@ def test_the_draws_hold_every_choice_and_every_model():
             d.arena and "model" in d.mesh for d in draws
         )
         and any(d.arena and d.stored for d in draws),
+        "quantised gradients in groups, with microbatches, with a loss scale": all(
+            any("grads_bits" in d.quantize for d in draws)
+            for draws in (
+                [d for d in grouped if d.over_replicas],
+                [d for d in grouped if not d.over_replicas],
+                [d for d in draws if d.num_microbatches > 1],
+                [d for d in draws if d.loss_scale],
+            )
+        ),
+        "quantised parameters beside a model axis, and with bf16 masters": all(
+            any("params_bits" in d.quantize for d in draws)
+            for draws in (
+                [d for d in draws if "model" in d.mesh],
+                [d for d in draws if d.master_dtype == "bf16"],
+            )
+        ),
         "a partitioned activation": any((d.activations or {}).get("partition_axis") for d in draws),
     }
     assert all(together.values()), together

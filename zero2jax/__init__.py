@@ -14,6 +14,7 @@ from zero2jax.zero.shard_plan import LeafPlan, ShardPlan, make_shard_plan
 from zero2jax.zero.state import TrainState
 from zero2jax.zero.settings import StepSettings
 from zero2jax.zero.precision import Precision
+from zero2jax.zero.quantized import QuantizeSettings
 from zero2jax.zero.loss_scale import LossScale, LossScaleError, LossScaleState
 from zero2jax.zero.shard_optimizer import shard_optimizer
 
@@ -87,6 +88,7 @@ __all__ = [
     "TrainState",
     "StepSettings",
     "Precision",
+    "QuantizeSettings",
     "LossScale",
     "LossScaleError",
     "LossScaleState",

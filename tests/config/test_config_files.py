@@ -125,16 +125,21 @@ LOADS = {
         },
         ["the string '128' was read as 128"] + ["was read as"] * 7,
     ),
+    "zeropp": (
+        {
+            "zero_optimization.zero_quantized_weights": True,
+            "zero_optimization.zero_quantized_gradients": True,
+            "zero_optimization.zero_quantized_gradients_bits": 4,
+            "zero_optimization.zero_hpz_partition_size": 8,
+        },
+        ["reduce_scatter, zero_optimization.contiguous_gradients"],
+    ),
 }
 
 # name -> words of the errors in their order
 FAILS = {
     "nvme_infinity": [
         "offload_param.device = 'nvme': not supported: a compiled step fetches parameters from pinned host memory"
-    ],
-    "zeropp": [
-        "zero_quantized_weights = true: not supported: quantised collectives change the numbers",
-        "zero_quantized_gradients = true: not supported: quantised collectives change the numbers",
     ],
     "bert_onebit": ["optimizer.type = 'OneBitAdam': not supported"],
     "hf_zero3_auto": ["scheduler.params.total_num_steps = 'auto'"],

@@ -23,6 +23,8 @@ FROZEN = {
         zero_optimization.reduce_bucket_size zero_optimization.allgather_bucket_size
         zero_optimization.overlap_comm zero_optimization.mics_shard_size
         zero_optimization.zero_hpz_partition_size
+        zero_optimization.zero_quantized_weights zero_optimization.zero_quantized_nontrainable_weights
+        zero_optimization.zero_quantized_gradients zero_optimization.zero_quantized_gradients_bits
         activation_checkpointing.partition_activations activation_checkpointing.cpu_checkpointing
         activation_checkpointing.contiguous_memory_optimization
         activation_checkpointing.number_checkpoints
@@ -73,9 +75,7 @@ FROZEN = {
     """,
     Treatment.REFUSED: """
         zero_optimization.offload_optimizer.super_offload
-        zero_optimization.zero_quantized_weights
-        zero_optimization.zero_quantized_nontrainable_weights
-        zero_optimization.zero_quantized_gradients zero_optimization.zeropp_loco_param
+        zero_optimization.zeropp_loco_param
         managed_gradient_accumulation zero_optimization.legacy_stage1 zero_optimization.zenflow
         optimizer.params.amsgrad optimizer.params.dampening optimizer.params.lr_decay
         optimizer.params.initial_accumulator_value sequence_parallel_size expert_parallel

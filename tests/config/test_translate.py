@@ -13,6 +13,7 @@ from zero2jax.config.check import check_config
 from zero2jax.config.reading import DEFAULT_CONFIG, ConfigError, read_config
 from zero2jax.config.translate import translate
 from zero2jax.zero.precision import Precision
+from zero2jax.zero.quantized import QuantizeSettings
 from zero2jax.zero.settings import StepSettings
 
 RAW = {
@@ -71,6 +72,33 @@ def test_every_key_of_a_step_is_translated():
     with pytest.raises(ConfigError, match=r"shards = 5 \(from here\)"):
         translate(read_config(RAW), 5, shards_from="here")
     assert translate(read_config(RAW), shards_from="here").step.batch_size == 32
+
+
+def test_the_keys_of_quantised_collectives_become_settings_of_the_precision():
+    def read(stage, **keys):
+        return read_config({"zero_optimization": {"stage": stage, **keys}})
+
+    def found(stage, **keys):
+        return translate(read(stage, **keys), shards_from="here").step.precision.quantize
+
+    every = {f"zero_quantized_{name}": True for name in ("weights", "nontrainable_weights", "gradients")}
+    persists = {"stage3_param_persistence_threshold": 9}
+    expected = QuantizeSettings(params_bits=8, frozen_bits=8, grads_bits=4, min_size=10)
+    assert found(3, **every, **persists) == expected
+    eight = {"zero_quantized_gradients": True, "zero_quantized_gradients_bits": 8}
+    assert found(3, **eight) == QuantizeSettings(grads_bits=8, min_size=100_001)
+    assert found(2, **eight, **persists) == QuantizeSettings(grads_bits=8)
+    assert found(3, zero_quantized_gradients_bits=8) is None
+    words = "gradients int8, blocks of 256 from 100001 on"
+    assert check_config(read(3, **eight)).effective["quantised between devices"] == words
+    said = "zero_optimization.zero_quantized_gradients at stage 2: acts here, too"
+    assert any(note.startswith(said) for note in read(2, **eight).notes)
+    with pytest.raises(ConfigError, match=r"gradients = true: at stage 0 nothing is gathered.*from 1 up"):
+        read(0, **eight)
+    with pytest.raises(ConfigError, match="gradients_bits = 16: must be 4 or 8"):
+        read(3, zero_quantized_gradients_bits=16)
+    with pytest.raises(ConfigError, match=r"zeropp_loco_param.*error feedback.*gradients_bits: 8"):
+        read(3, zeropp_loco_param={"err_beta": 0.8, "reset_T": 1024})
 
 
 def test_the_engine_is_told_the_translation_and_check_says_it():

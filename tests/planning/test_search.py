@@ -172,9 +172,9 @@ def test_the_cheapest_setting_is_written_as_a_file_that_trains(tmp_path, capsys)
         (["--set", "program.num_examples=x"], 2, "calling 'program' with num_examples = 'x': TypeError"),
         (["--config", '{"amp": {"enabled": true}}'], 1, "amp = true: not supported"),
         (
-            ["--config", '{"zero_optimization": {"stage": 3, "zero_quantized_weights": true}}'],
+            ["--config", '{"zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}}}'],
             1,
-            "a third less",
+            "use zero_quantized_gradients_bits: 8",
         ),
         (["--config", '{"zero_optimization": {"stage": 9}}'], 2, "zero_optimization.stage = 9"),
     ],

@@ -212,6 +212,8 @@ def _effective(settings: EngineSettings, num_devices: int | None) -> dict[str, s
     if step.precision.master_dtype != jnp.float32:
         effective["masters"] = _stored(step.precision, "master_dtype")
         effective["optimizer state"] = _stored(step.precision, "state_dtype")
+    if step.precision.quantize is not None:
+        effective["quantised between devices"] = ", ".join(step.precision.quantize.plain)
     if settings.offload is not None:
         path = settings.offload.nvme_path
         where = "host memory" if path is None else f"files below {path}"

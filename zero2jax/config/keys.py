@@ -37,9 +37,9 @@ _DIVISION = "without reduce-scatter the mean is the same, only the order of the 
 _TORCH = "chooses between torch implementations of the same update"
 _WITH_NVME = "belongs to the device nvme, which offload_param does not have here"
 _CHECKPOINT = "the step writes no checkpoint"
-_QUANTIZED = (
-    "quantised collectives change the numbers, and XLA has no quantised reduction; use zero_hpz_partition_size or "
-    "mics_shard_size with the devices of a host, or stage 2, which moves a third less than stage 3"
+_LOCO = (
+    "error feedback keeps what rounding cut off of every gradient: on each device a byte or more per parameter, which "
+    "no shard divides, and for each place where backward makes it; use zero_quantized_gradients_bits: 8"
 )
 _OTHER = "changes the training itself and has no counterpart"
 
@@ -119,6 +119,12 @@ _IMPLEMENTED = {
             "overlap_comm": "latency-hiding scheduler of the step on GPUs",
             "mics_shard_size": "size of the data axis; each group of so many devices holds the state",
             "zero_hpz_partition_size": "size of the data axis; the state is stored sharded over all groups",
+            "zero_quantized_weights": "matrices are gathered in int8; at stage 3 those of more elements than "
+            "stage3_param_persistence_threshold; at stages 1 and 2, too",
+            "zero_quantized_nontrainable_weights": "the same of frozen ones, which are stored as they are",
+            "zero_quantized_gradients": "gradients of such matrices are summed by all-to-alls in int4, in a group and "
+            "then between groups; at stages 1 and 2, too",
+            "zero_quantized_gradients_bits": "not DeepSpeed's: 8 for int8 in place of int4",
         },
         "zero_optimization.",
     ),
@@ -313,17 +319,9 @@ _REFUSED = _table(
     {
         "managed_gradient_accumulation": "engine.step takes the full batch and updates once; leave it true",
         "zero_optimization.legacy_stage1": "DeepSpeed removed it as well; use stage 1",
-        **{
-            f"zero_optimization.{name}": _QUANTIZED
-            for name in (
-                "zero_quantized_weights",
-                "zero_quantized_nontrainable_weights",
-                "zero_quantized_gradients",
-                "zeropp_loco_param",
-            )
-        },
         "zero_optimization.offload_optimizer.super_offload": "it updates before the gradients are judged, and needs "
         "a second copy of the state to go back to; delay_after hides the update without one, a step late",
+        "zero_optimization.zeropp_loco_param": _LOCO,
         "zero_optimization.zenflow": "stale, partial updates from the host have no counterpart",
         "optimizer.params.amsgrad": "DeepSpeed's kernels refuse it as well; pass an optax tx",
         "optimizer.params.dampening": "SGD's momentum takes the full gradient; pass an optax tx",

@@ -39,6 +39,7 @@ def check_rules(config: Config, report: Report) -> None:
     _precision_rules(config, report)
     _reduction_rules(config, report)
     _zero_rules(config, report)
+    _quantized_rules(config, report)
     _activation_rules(config, report)
     _memory_rules(config, report)
     _optimizer_rules(config, report)
@@ -194,6 +195,22 @@ def _zero_rules(config: Config, report: Report) -> None:
         )
     if zero.elastic_checkpoint and zero.stage == 3:
         report.notes.append(f"{path}.elastic_checkpoint is not available at stage 3 in DeepSpeed either.")
+
+
+def _quantized_rules(config: Config, report: Report) -> None:
+    zero, path = config.zero_optimization, "zero_optimization"
+    names = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+    asked = [f"{path}.{name}" for name in names if getattr(zero, name)]
+    if not report.sound(f"{path}.stage", *asked) or not asked or zero.stage == 3:
+        return
+    if zero.stage == 0:
+        rule = "at stage 0 nothing is gathered, and gradients are all-reduced"
+        for key in asked:
+            report.error(key, True, rule, "Use a stage from 1 up, or remove it.")
+        return
+    report.notes.append(
+        f"{', '.join(asked)} at stage {zero.stage}: acts here, too; DeepSpeed quantises at stage 3 alone."
+    )
 
 
 def _activation_rules(config: Config, report: Report) -> None:

@@ -24,6 +24,7 @@ from zero2jax.config.values import (
     norm,
     not_empty,
     number,
+    one_of,
     optional,
     remat_rule,
     steps,
@@ -112,6 +113,7 @@ class ZeroOptimization:
     zero_quantized_weights: bool = setting(False, boolean())
     zero_quantized_nontrainable_weights: bool = setting(False, boolean())
     zero_quantized_gradients: bool = setting(False, boolean())
+    zero_quantized_gradients_bits: int = setting(4, one_of(4, 8))
     zeropp_loco_param: bool = setting(False, asked_for(not_empty))
     mics_shard_size: int = setting(-1, integer(-1))
     mics_hierarchical_params_gather: bool = setting(False, boolean())

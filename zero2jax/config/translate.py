@@ -15,13 +15,20 @@ from zero2jax.base.mesh import MODEL_AXIS, DataAxes
 from zero2jax.base.pytrees import LeafPredicate
 from zero2jax.config.compiler_options import compiler_options
 from zero2jax.config.rules import param_device
-from zero2jax.config.schema import FP16, ActivationCheckpointing, Config, OffloadOptimizer
+from zero2jax.config.schema import (
+    FP16,
+    ActivationCheckpointing,
+    Config,
+    OffloadOptimizer,
+    ZeroOptimization,
+)
 from zero2jax.config.values import ConfigError
 from zero2jax.memory.configure import MemorySettings
 from zero2jax.memory.step_options import installed_options, preset_options
 from zero2jax.offload.settings import OffloadSettings
 from zero2jax.zero.loss_scale import LossScale
 from zero2jax.zero.precision import Precision
+from zero2jax.zero.quantized import QuantizeSettings
 from zero2jax.zero.settings import StepSettings
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
@@ -113,6 +120,7 @@ def translate(
             state_dtype=DTYPES[
                 "bf16" if config.bf16.enabled and config.bf16.bf16_optimizer_states else "fp32"
             ],
+            quantize=_quantize(zero),
         ),
         clip_norm=config.gradient_clipping or None,
         reduction=config.gradient_allreduce_op,
@@ -142,6 +150,20 @@ def _masters(config: Config) -> str:
     if config.fp16.enabled and config.fp16.fp16_master_weights_and_grads:
         return "fp16"
     return "bf16" if config.bf16.enabled and config.bf16.bf16_master_weights_and_grads else "fp32"
+
+
+def _quantize(block: ZeroOptimization) -> QuantizeSettings | None:
+    """What ZeRO++'s keys ask for; at stage 3 not of parameters that persist, which DeepSpeed does not gather."""
+    weights, frozen = block.zero_quantized_weights, block.zero_quantized_nontrainable_weights
+    if block.stage == 0 or not (weights or frozen or block.zero_quantized_gradients):
+        return None
+    persists = block.stage3_param_persistence_threshold + 1
+    return QuantizeSettings(
+        params_bits=8 if weights else None,
+        frozen_bits=8 if frozen else None,
+        grads_bits=block.zero_quantized_gradients_bits if block.zero_quantized_gradients else None,
+        min_size=persists if block.stage == 3 else QuantizeSettings.min_size,
+    )
 
 
 def _offload(block: OffloadOptimizer | None, *, params: bool, measure: bool) -> OffloadSettings | None:

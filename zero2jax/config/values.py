@@ -169,6 +169,17 @@ def integer(low: int | None = None, high: int | None = None) -> Rule:
     return Rule(f"an integer{_span(low, high)}", convert)
 
 
+def one_of(*numbers: int) -> Rule:
+    """One of a few integers."""
+
+    def convert(value: Any) -> int:
+        if (found := _number_from(value)) not in numbers:
+            raise Refused
+        return int(found)
+
+    return Rule(" or ".join(map(str, numbers)), convert)
+
+
 def number(
     low: float | None = None,
     high: float | None = None,

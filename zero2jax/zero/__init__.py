@@ -41,6 +41,7 @@ The files, in reading order. The first five are the idea:
     rounding      masters and moments in 16 bits: rounded after each update, to nearest or at random
     loss_scale    float16: the scale of backward, and steps that overflow
     collectives   all_gather and psum_scatter themselves, beside other mesh axes; sums in a fixed order
+    quantized     the same in 8 or 4 bits: blocks with a scale each
     layer_picks   layers taken out of a stack, or put into one: done to shards
     regather      operations with a body of their own, and loops' constants, at stage 3
     tracing       the loss as a jaxpr, without the mesh

@@ -30,18 +30,18 @@ def pad_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
 
 def all_gather(x: jax.Array, axis_name: str, dim: int, placement: Placement = ()) -> jax.Array:
     """Concatenate the devices' shards along `dim`: (..., d/N, ...) -> (..., d, ...)."""
-    return _on_local_shard(lambda y: jax.lax.all_gather(y, axis_name, axis=dim, tiled=True), placement)(x)
+    return on_local_shard(lambda y: jax.lax.all_gather(y, axis_name, axis=dim, tiled=True), placement)(x)
 
 
 def psum_scatter(x: jax.Array, axis_name: str, dim: int, placement: Placement = ()) -> jax.Array:
     """Sum over the devices, keeping this device's shard along `dim`: (..., d, ...) -> (..., d/N, ...)."""
     scatter = lambda y: jax.lax.psum_scatter(y, axis_name, scatter_dimension=dim, tiled=True)
-    return _on_local_shard(scatter, placement)(x)
+    return on_local_shard(scatter, placement)(x)
 
 
 def psum(x: jax.Array, axis_name: str, placement: Placement = ()) -> jax.Array:
     """Sum over the devices, replicated on all of them."""
-    return _on_local_shard(lambda y: jax.lax.psum(y, axis_name), placement)(x)
+    return on_local_shard(lambda y: jax.lax.psum(y, axis_name), placement)(x)
 
 
 def scatter_in_order(x: jax.Array, axis_name: str, dim: int, placement: Placement = ()) -> jax.Array:
@@ -51,23 +51,25 @@ def scatter_in_order(x: jax.Array, axis_name: str, dim: int, placement: Placemen
         num = jax.lax.axis_size(axis_name)
         parts = jax.lax.all_to_all(x, axis_name, dim, dim, tiled=True)  # those of device 0, of device 1, ...
         parts = parts.reshape(*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
-        return _tree_sum(jnp.moveaxis(parts, dim, 0))
+        return tree_sum(jnp.moveaxis(parts, dim, 0))
 
-    return _on_local_shard(scatter, placement)(x)
+    return on_local_shard(scatter, placement)(x)
 
 
 def sum_in_order(x: jax.Array, axis_name: str, placement: Placement = ()) -> jax.Array:
     """`psum` like `scatter_in_order`; the shards of the sum are gathered in its dtype."""
 
     def summed(x: jax.Array) -> jax.Array:
+        if x.size == 0:  # which XLA does not gather
+            return x.astype(jnp.promote_types(x.dtype, jnp.float32))
         flat = pad_to(x.reshape(-1), (padded_size(x.size, jax.lax.axis_size(axis_name)),))
         shard = scatter_in_order(flat, axis_name, 0)
         return jax.lax.all_gather(shard, axis_name, tiled=True)[: x.size].reshape(x.shape)
 
-    return _on_local_shard(summed, placement)(x)
+    return on_local_shard(summed, placement)(x)
 
 
-def _tree_sum(parts: jax.Array) -> jax.Array:
+def tree_sum(parts: jax.Array) -> jax.Array:
     """(N, ...) -> (...) of at least fp32: halves are added first, so that part i meets part i + N/2."""
     parts = parts.astype(jnp.promote_types(parts.dtype, jnp.float32))
     while len(parts) > 1:
@@ -77,7 +79,7 @@ def _tree_sum(parts: jax.Array) -> jax.Array:
     return parts[0]
 
 
-def _on_local_shard(
+def on_local_shard(
     collective: Callable[[jax.Array], jax.Array], placement: Placement
 ) -> Callable[[jax.Array], jax.Array]:
     """`collective` on what this device holds, manual over the automatic axes too."""

@@ -23,7 +23,9 @@ import jax.numpy as jnp
 
 from zero2jax.base.memories import to_device
 from zero2jax.base.mesh import padded_size
+from zero2jax.zero import quantized
 from zero2jax.zero.collectives import all_gather, pad_to, psum, psum_scatter, scatter_in_order, sum_in_order
+from zero2jax.zero.quantized import Wire
 from zero2jax.zero.shard_plan import LeafPlan, Placement
 
 
@@ -46,6 +48,8 @@ class Use:
       max_kept: elements up to which it, or a part of it, is kept from forward to backward at stage 3.
       gathered: the source is full already, and only gradients are still to be reduced.
       pinned: the shard lies in pinned host memory, and is fetched before it is gathered.
+      gather_wire: how the shard is quantised on the way; None: it travels in `dtype`.
+      reduce_wire: likewise the gradient; None: it travels in `grad_dtype`.
     """
 
     path: str
@@ -62,6 +66,8 @@ class Use:
     max_kept: int = 0
     gathered: bool = False
     pinned: bool = False
+    gather_wire: Wire | None = None
+    reduce_wire: Wire | None = None
 
     @property
     def layer(self) -> "Use":
@@ -93,11 +99,14 @@ def use_of_leaf(leaf: LeafPlan, dtype: Any, grad_dtype: Any, axis_name: str) -> 
 
 def gather(use: Use, source: jax.Array) -> jax.Array:
     """The full parameter, without padding and in its compute dtype, from this device's shard."""
-    x = (to_device(source) if use.pinned else source).astype(use.dtype)
+    x = to_device(source) if use.pinned else source
     if use.gathered or use.dim is None:
-        return x
+        return x.astype(use.dtype)
     with jax.named_scope("zero_gather"):
-        x = all_gather(x, use.axis_name, use.dim, use.placement)
+        if use.gather_wire is None:
+            x = all_gather(x.astype(use.dtype), use.axis_name, use.dim, use.placement)
+        else:
+            x = quantized.all_gather(x, use.axis_name, use.dim, use.gather_wire, use.dtype, use.placement)
     return jax.lax.slice_in_dim(x, 0, use.size, axis=use.dim)
 
 
@@ -105,13 +114,16 @@ def reduce_grad(use: Use, grad: jax.Array) -> jax.Array:
     """This device's shard of the sum of a full gradient over the devices; its padding is 0."""
     if use.prescale != 1.0:
         grad = grad.astype(jnp.promote_types(grad.dtype, jnp.float32)) * use.prescale
-    grad = grad.astype(use.grad_dtype)
+    if use.reduce_wire is None:
+        grad = grad.astype(use.grad_dtype)
     if use.dim is None:
         return (sum_in_order if use.in_order else psum)(grad, use.axis_name, use.placement)
     rows = padded_size(use.size, use.num_shards)
     grad = pad_to(grad, (*grad.shape[: use.dim], rows, *grad.shape[use.dim + 1 :]))
     scatter = scatter_in_order if use.in_order else psum_scatter
     with jax.named_scope("zero_scatter"):
+        if use.reduce_wire is not None:
+            return quantized.scatter(grad, use.axis_name, use.dim, use.reduce_wire, use.placement)
         return scatter(grad, use.axis_name, use.dim, use.placement)
 
 

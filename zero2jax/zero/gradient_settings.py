@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zero2jax.base.losses import WeightedSum
@@ -12,6 +13,7 @@ from zero2jax.base.mesh import DataAxes, axis_size
 from zero2jax.base.pytrees import PyTree
 from zero2jax.zero.exchange import Use, use_of_leaf
 from zero2jax.zero.precision import Precision
+from zero2jax.zero.quantized import Wire
 from zero2jax.zero.settings import StepSettings
 from zero2jax.zero.shard_plan import ShardPlan
 from zero2jax.zero.state import Layout
@@ -89,10 +91,28 @@ class GradientSettings:
         in_order, kept = self.precision.fp32_sum, self._max_kept
         return [
             dataclasses.replace(
-                use, prescale=prescale, in_order=in_order, max_kept=most, pinned=i in self.pinned
+                use,
+                prescale=prescale,
+                in_order=in_order,
+                max_kept=most,
+                pinned=i in self.pinned,
+                gather_wire=self._wires(i)[0],
+                reduce_wire=self._wires(i)[1],
             )
             for i, (use, most) in enumerate(zip(uses, kept, strict=True))
         ]
+
+    def _wires(self, i: int) -> tuple[Wire | None, Wire | None]:
+        """How leaf `i` is quantised when it is gathered, and its gradient when it is reduced."""
+        quantize, leaf, precision = self.precision.quantize, self.plan.leaves[i], self.precision
+        if quantize is None or not quantize.takes(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return None, None
+        if not self.trainable[i]:
+            return quantize.wire(quantize.frozen_bits), None
+        wide = max(dtype.itemsize for dtype in (leaf.dtype, precision.compute(leaf), precision.reduce(leaf)))
+        if wide > 4 or precision.is_kept(leaf.path, leaf):
+            return None, None
+        return quantize.wire(quantize.params_bits), quantize.wire(quantize.grads_bits)
 
     @property
     def _max_kept(self) -> list[int]:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from zero2jax.base.losses import Loss, SliceContext, WeightedSum
 from zero2jax.base.pytrees import PyTree
-from zero2jax.zero import collectives
+from zero2jax.zero import collectives, quantized
 from zero2jax.zero.exchange import Use, by_layer, gather, reduce_grad
 from zero2jax.zero.gradient_settings import GradientSettings
 from zero2jax.zero.microbatches import Gradient, over_microbatches
@@ -158,7 +158,7 @@ def full_params(settings: GradientSettings, params: PyTree) -> PyTree:
     """Shards at rest -> full parameters, without padding, in the dtypes that they are stored in."""
     dtypes = [leaf.dtype for leaf in settings.plan.leaves]
     uses = [
-        dataclasses.replace(use, dtype=dtype, pinned=False)
+        dataclasses.replace(use, dtype=dtype, pinned=False, gather_wire=None)
         for use, dtype in zip(settings.uses, dtypes, strict=True)
     ]
     shards = _group_shards(settings, uses, params)
@@ -175,6 +175,8 @@ def _group_shards(settings: GradientSettings, uses: list[Use], params: PyTree) -
     def over_groups(use: Use, x: jax.Array) -> jax.Array:
         if use.dim is None:
             return x
+        if use.gather_wire is not None:
+            return quantized.all_gather(x, replica, use.dim, use.gather_wire, use.dtype, use.placement)
         return collectives.all_gather(x.astype(use.dtype), replica, use.dim, use.placement)
 
     return by_layer(over_groups, list(zip(uses, shards, strict=True)))
@@ -187,11 +189,16 @@ def _over_groups(settings: GradientSettings, grads: list[jax.Array]) -> list[jax
         return grads
 
     def over_groups(use: Use, x: jax.Array) -> jax.Array:
+        dim = use.dim if settings.axes.rest_over_replicas else None
+        if use.reduce_wire is not None:
+            if dim is None:
+                return quantized.psum(x, replica, use.reduce_wire, use.placement)
+            return quantized.scatter(x, replica, dim, use.reduce_wire, use.placement)
         x = x.astype(use.grad_dtype) if use.in_order else x
-        if use.dim is None or not settings.axes.rest_over_replicas:
+        if dim is None:
             return (collectives.sum_in_order if use.in_order else collectives.psum)(x, replica, use.placement)
         scatter = collectives.scatter_in_order if use.in_order else collectives.psum_scatter
-        return scatter(x, replica, use.dim, use.placement)
+        return scatter(x, replica, dim, use.placement)
 
     uses = settings.uses
     return by_layer(over_groups, [(uses[i], g) for i, g in zip(settings.trained, grads, strict=True)])

@@ -57,7 +57,7 @@ def over_microbatches(
 
 
 def _loops(num: int, *, in_order: bool) -> list[tuple[int, int]]:
-    """(length, stride) of the loops over microbatches, from the innermost: one, or the tree of `collectives._tree_sum`.
+    """(length, stride) of the loops over microbatches, from the innermost: one, or the tree of `collectives.tree_sum`.
 
     Each level of the tree is a loop of two with a sum of its own. Microbatches of one device are added as those of
     twice as many devices would be, so that the number of devices changes no bit.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from zero2jax.base.pytrees import LeafPredicate
+from zero2jax.zero.quantized import QuantizeSettings
 from zero2jax.zero.shard_plan import LeafPlan
 
 _SHORT_NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "fp16": "float16"}
@@ -42,6 +43,7 @@ class Precision:
       state_dtype: likewise the optimizer's moments: fp32, or bf16.
       stochastic_rounding: whether what is stored in bf16 is rounded up or down at random, so that its mean is exact and
         updates smaller than half a unit in the last place are not lost; None means yes. fp16 is rounded to nearest.
+      quantize: what travels between devices in 8 or 4 bits (ZeRO++); gradients in so many bits bring `fp32_sum`.
 
     Raises:
       ValueError: a dtype that gradients cannot be summed in, or that masters or moments cannot be stored in.
@@ -55,12 +57,15 @@ class Precision:
     master_dtype: DTypeLike = jnp.float32
     state_dtype: DTypeLike = jnp.float32
     stochastic_rounding: bool | None = None
+    quantize: QuantizeSettings | None = None
 
     def __post_init__(self) -> None:
         for name in ("compute_dtype", "reduce_dtype", "accumulate_dtype"):
             value = getattr(self, name)
             if value is not None or name != "reduce_dtype":
                 object.__setattr__(self, name, _checked_dtype(name, value))
+        if self.quantize is not None and self.quantize.grads_bits is not None:
+            object.__setattr__(self, "fp32_sum", True)
         for name, (dtypes, rule) in _STORED.items():
             dtype = _checked_dtype(name, getattr(self, name))
             if dtype.name not in dtypes:
@@ -98,7 +103,8 @@ class Precision:
         others = [f"{name} {dtype}" for name, dtype in stored.items() if dtype != "float32"]
         if "bfloat16" in stored.values() and not self.rounds_at_random:
             others.append("rounded to nearest")
-        return [*self.names, *["fp32_sum"] * self.fp32_sum, *others]
+        quantized = [] if self.quantize is None else self.quantize.plain
+        return [*self.names, *["fp32_sum"] * self.fp32_sum, *others, *quantized]
 
     @property
     def rounds_at_random(self) -> bool:

@@ -81,6 +81,12 @@ class StepSettings:
                 "up, or leave it out."
             )
 
+        if self.precision.quantize is not None and self.stage == 0:
+            raise ValueError(
+                f"building the engine: Precision.quantize ({', '.join(self.precision.quantize.plain)}) at stage 0, "
+                f"where nothing is gathered and gradients are all-reduced. Use a stage from 1 up, or leave it out."
+            )
+
     def _check_numbers(self) -> None:
         """Refuse what is no number, or out of range; numbers of NumPy become Python's, which JSON can hold."""
         whole = {name: getattr(self, name) for name in ("stage", "num_microbatches", "batch_size", "seed")}
