@@ -175,7 +175,7 @@ def _group_shards(settings: GradientSettings, uses: list[Use], params: PyTree) -
     def over_groups(use: Use, x: jax.Array) -> jax.Array:
         if use.dim is None:
             return x
-        return collectives.all_gather(x.astype(use.dtype), replica, use.dim, use.placement)
+        return collectives.all_gather(x.astype(use.dtype), replica, use.dim, use.placement, use.held_layers)
 
     return by_layer(over_groups, list(zip(uses, shards, strict=True)))
 
@@ -191,7 +191,7 @@ def _over_groups(settings: GradientSettings, grads: list[jax.Array]) -> list[jax
         if use.dim is None or not settings.axes.rest_over_replicas:
             return (collectives.sum_in_order if use.in_order else collectives.psum)(x, replica, use.placement)
         scatter = collectives.scatter_in_order if use.in_order else collectives.psum_scatter
-        return scatter(x, replica, use.dim, use.placement)
+        return scatter(x, replica, use.dim, use.placement, use.held_layers)
 
     uses = settings.uses
     return by_layer(over_groups, [(uses[i], g) for i, g in zip(settings.trained, grads, strict=True)])
