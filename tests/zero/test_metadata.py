@@ -13,7 +13,7 @@ from helpers import FP32
 
 import zero2jax
 
-RULES = (("batch", "data"), ("embed", ("data", "replica")), ("mlp", "model"), ("mlp", "data"))
+RULES = (("batch", "data"), ("embed", "data"), ("mlp", "model"), ("mlp", "data"))
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
 INIT = nn.initializers.ones
 

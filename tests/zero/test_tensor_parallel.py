@@ -174,7 +174,7 @@ def wide_loss(params, batch, axes=()):
 @functools.cache
 def ten_steps_on_one_device(dtype):
     cast = lambda params: jax.tree.map(lambda x: x.astype(dtype), params)
-    tx = optax.chain(optax.clip_by_global_norm(0.5), TX)
+    tx = optax.chain(optax.clip_by_global_norm(0.25), TX)
     return oracle(lambda p, b: wide_loss(cast(p), b), tx, make_wide_params(), BATCHES)
 
 
@@ -202,7 +202,7 @@ def test_ten_clipped_steps_equal_one_device_on_every_mesh(mesh, stage, dtype):
         zero2jax.make_mesh(**axes),
         stage=stage,
         precision=zero2jax.Precision(compute_dtype=dtype),
-        clip_norm=0.5,
+        clip_norm=0.25,
         param_specs=PLACED,
     )
     params, losses, norms = ten_steps_on_one_device(dtype)
@@ -211,8 +211,8 @@ def test_ten_clipped_steps_equal_one_device_on_every_mesh(mesh, stage, dtype):
     rtol, atol = (2e-5, 2e-5) if dtype == jnp.float32 else (3e-2, 3e-2)
     np.testing.assert_allclose([float(m["loss"]) for m in metrics], losses, rtol=rtol)
     np.testing.assert_allclose([float(m["grad_norm"]) for m in metrics], norms, rtol=rtol)
-    assert min(norms) > 0.5  # every step is clipped
-    np.testing.assert_allclose([float(m["grad_norm_clipped"]) for m in metrics], 0.5, rtol=1e-5)
+    assert min(norms) > 0.25  # every step is clipped
+    np.testing.assert_allclose([float(m["grad_norm_clipped"]) for m in metrics], 0.25, rtol=1e-5)
     assert_trees_close(engine.params(state), params, rtol=rtol, atol=atol)
     found = {c.kind for c in collectives(engine.lower(BATCHES[0]).compile().as_text())}
     assert found <= {"all-reduce", "all-gather", "reduce-scatter"}

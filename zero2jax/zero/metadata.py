@@ -42,7 +42,9 @@ def specs_of_metadata(params: PyTree, mesh: Mesh, data_axes: Sequence[str]) -> P
         entries = []
         for name in _names(box) or ():
             axes = _axes(name, {**context, **_rules(box)})
-            unknown |= {axis: path_string(path) for axis in axes if axis not in mesh.shape}
+            for axis in axes:
+                if axis not in mesh.shape:
+                    unknown.setdefault(axis, path_string(path))
             kept = tuple(axis for axis in axes if axis in mesh.shape and axis not in data_axes)
             entries.append(kept[0] if len(kept) == 1 else kept or None)
         specs += [P(*entries) if any(entries) else None] * len(jax.tree.leaves(box))
