@@ -240,7 +240,7 @@ def test_a_stack_whose_layers_another_axis_holds_is_exchanged_where_its_layers_a
     engine.abstract_state(params)
     found = collectives(engine.lower(np.ones((8, 6), np.float32)).compile().as_text())
     moved = [(c.kind, c.trips, c.total_bytes) for c in found if c.kind != "all-reduce"]
-    layer = 4 * 6 * 8  # of 5 columns, padded to 8: two on each device of the data axis
+    layer = 4 * 8 * 5  # 6 rows, padded to 8: two on each device of the data axis
     assert sorted(moved) == [("all-gather", 2, 2 * layer), ("reduce-scatter", 2, 2 * layer)]
 
 
@@ -252,6 +252,6 @@ def test_the_lowered_step_does_not_grow_with_the_number_of_devices():
     for data in (2, 4):
         mesh = zero2jax.make_mesh(data=data, model=2)
         engine = zero2jax.Engine(wide_loss, optax.adamw(1e-2), mesh, stage=3, param_specs=PLACED)
-        engine.abstract_state({"head": shape(8, 8), **stacks})
+        engine.abstract_state({"head": shape(8, 8), **stacks}, batch=BATCHES[0])
         lines.append(len(engine.lower(BATCHES[0]).as_text().splitlines()))
     assert lines[0] == lines[1] > 100

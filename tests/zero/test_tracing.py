@@ -201,7 +201,6 @@ def test_constraints_lose_the_data_axes_by_name_and_keep_the_others(axes):
     with pytest.warns(UserWarning, match=rf"'data' \(a data axis.*'fsdp' \(not an axis of the mesh{kept}"):
         lowered = engine.lower(X)
     assert jax.lax.with_sharding_constraint is given
-    assert (r"sharding_constraint" in lowered.as_text()) == ("model" in axes)
     assert '[{}, {"model"}]' in lowered.as_text() or "model" not in axes
     _, metrics = engine.step(engine.init(params), X)
     plain, _ = constrained({"batch": jax.P(), "hidden": jax.P()})
