@@ -174,15 +174,38 @@ def test_other_axes_stay_in_context_and_collectives_over_data_work(stage):
         assert ["model" in shape for shape in seen] == ["model" in axes] * len(seen)
 
 
-def test_a_box_that_names_the_data_axis_beside_another_axis_is_refused_with_the_way_out():
-    loss, params = boxed("model", "data")
-    engine = zero2jax.Engine(loss, optax.sgd(0.1), zero2jax.make_mesh(data=4, model=2), precision=FP32)
-    with pytest.raises(ValueError, match="can only refer to Auto axes") as error:
-        engine.step(engine.init(params), X)
-    assert "flax.linen.meta.unbox(params)" in "".join(error.value.__notes__)
-    unboxed = nn.meta.unbox(params)
-    _, metrics = engine.step(engine.init(unboxed), X)
-    np.testing.assert_allclose(metrics["loss"], of_slices(loss, unboxed, 4), rtol=RTOL)
+def constrained(constraints):
+    """A model written for FSDP. Its constraints name the data axis, alone or with others, or one that is not there."""
+
+    def loss(p, x):
+        x = jax.lax.with_sharding_constraint(x, constraints["batch"])
+        body = lambda y, w: (jax.lax.with_sharding_constraint(jnp.tanh(y @ w), constraints["hidden"]), None)
+        y, _ = jax.lax.scan(jax.checkpoint(body), x, p["w"])
+        y, _ = jax.lax.with_sharding_constraint((y, p["w"]), (constraints["batch"], jax.P()))
+        return jnp.mean(y**2)
+
+    return loss, {"w": np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 4, 4)}
+
+
+@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "model": 2}])
+def test_constraints_lose_the_data_axes_by_name_and_keep_the_others(axes):
+    mesh = zero2jax.make_mesh(**axes)
+    given = jax.lax.with_sharding_constraint
+    both = {"batch": jax.P("data", None), "hidden": jax.P(("data", "fsdp"), "model")}
+    if "model" in axes:
+        both["batch"] = jax.NamedSharding(mesh, both["batch"])  # of a mesh all of whose axes are automatic
+    loss, params = constrained(both)
+    engine = zero2jax.Engine(loss, optax.sgd(0.1), mesh, precision=FP32)
+    engine.abstract_state(params)
+    kept = "" if "model" in axes else r".*'model' \(not an axis of the mesh"
+    with pytest.warns(UserWarning, match=rf"'data' \(a data axis.*'fsdp' \(not an axis of the mesh{kept}"):
+        lowered = engine.lower(X)
+    assert jax.lax.with_sharding_constraint is given
+    assert '[{}, {"model"}]' in lowered.as_text() or "model" not in axes
+    _, metrics = engine.step(engine.init(params), X)
+    plain, _ = constrained({"batch": jax.P(), "hidden": jax.P()})
+    with jax.set_mesh(zero2jax.make_mesh(data=1)):
+        np.testing.assert_allclose(metrics["loss"], jax.jit(plain)(params, X), rtol=RTOL)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -212,6 +212,12 @@ def noted_errors(axes: tuple[str, ...]) -> Iterator[None]:
                 f"zero2jax: a loss function may name the mesh axes {list(axes)}, over which its batch is sharded. Use "
                 f"that name in it, or make the mesh and the engine with the loss's own, Engine(axis_name=...)."
             )
+        elif "shard_map" in text:
+            error.add_note(
+                f"zero2jax: inside of the step the loss function runs under a shard_map over {list(axes)}. One of its "
+                f"own maps over other mesh axes: name those in axis_names= and in its specs, and pass "
+                f"mesh=jax.sharding.get_abstract_mesh()."
+            )
         elif "sharding_constraint" in text or "manual" in text.lower():
             error.add_note(
                 f"zero2jax: the loss function sees one device's part of the batch, so that a sharding constraint in it "

@@ -32,6 +32,7 @@ Three terms are used throughout:
 The files, in reading order. The first five are the idea:
 
   1 shard_plan    which dim of each leaf is sharded, or why none
+    metadata      where Flax's metadata places it on other mesh axes
   2 exchange      one leaf: all_gather forward, psum_scatter backward
   3 point_of_use  the loss evaluated with stand-ins: each parameter is gathered where it is used
   4 gradients     the four stages

@@ -16,6 +16,7 @@ from zero2jax.base.losses import Loss, LossTerms, SliceContext
 from zero2jax.base.pytrees import LeafPredicate, PyTree
 from zero2jax.zero.gradient_settings import GradientSettings
 from zero2jax.zero.layer_dims import guess_layer_dims, layer_dims_of_loss
+from zero2jax.zero.metadata import specs_of_metadata
 from zero2jax.zero.settings import StepSettings
 from zero2jax.zero.state import Layout, make_layout
 from zero2jax.zero.step import StepProgram
@@ -31,7 +32,7 @@ class Blueprint:
       mesh: device mesh.
       settings: of a step.
       trainable: tree of booleans or predicate; None for every leaf.
-      param_specs: PartitionSpecs of mesh axes other than the data axes, or None.
+      param_specs: PartitionSpecs of mesh axes other than the data axes; None to take those of Flax's metadata.
       layer_dims: leading layer dims per parameter; None to read or to guess them.
       host: the mesh of the hosts' CPU devices, where the state is offloaded.
     """
@@ -82,6 +83,9 @@ class Blueprint:
         }
 
     def _layout(self, shapes: PyTree, layer_dims: Any) -> Layout:
+        specs = self.param_specs
+        if specs is None:
+            specs = specs_of_metadata(shapes, self.mesh, self.settings.axes.names)
         return make_layout(
             shapes,
             self.tx,
@@ -90,7 +94,7 @@ class Blueprint:
             why_replicated="stage 0 replicates the state" if self.settings.stage == 0 else "",
             layer_dims=layer_dims,
             trainable=self.trainable,
-            param_specs=self.param_specs,
+            param_specs=specs,
             precision=self.settings.precision,
             loss_scale=self.settings.loss_scale,
             host=self.host,

@@ -8,8 +8,13 @@ over the automatic axes: a gradient sharded over `model` would first be all-gath
 in full, M times the bytes. So on a mesh with other axes the collective runs in an inner `shard_map` that is manual over
 those too. (Sharding constraints around the collective do not help; and without it, XLA's CPU compiler ends the process
 at a sum in 16 bits: "Invalid binary instruction opcode copy".)
+
+A stack whose leading dims other axes hold (the stages of a pipeline) is exchanged a layer at a time in there, `layers`
+dims deep: in one piece, the compiler would copy the stack into another layout, and a loop outside would take each layer
+from the device that has it.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -28,15 +33,20 @@ def pad_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     return jnp.pad(x, [(0, padded - true) for padded, true in zip(shape, x.shape, strict=True)])
 
 
-def all_gather(x: jax.Array, axis_name: str, dim: int, placement: Placement = ()) -> jax.Array:
+def all_gather(
+    x: jax.Array, axis_name: str, dim: int, placement: Placement = (), layers: int = 0
+) -> jax.Array:
     """Concatenate the devices' shards along `dim`: (..., d/N, ...) -> (..., d, ...)."""
-    return on_local_shard(lambda y: jax.lax.all_gather(y, axis_name, axis=dim, tiled=True), placement)(x)
+    gather = lambda y: jax.lax.all_gather(y, axis_name, axis=dim - layers, tiled=True)
+    return on_local_shard(_of_each_layer(gather, layers), placement)(x)
 
 
-def psum_scatter(x: jax.Array, axis_name: str, dim: int, placement: Placement = ()) -> jax.Array:
+def psum_scatter(
+    x: jax.Array, axis_name: str, dim: int, placement: Placement = (), layers: int = 0
+) -> jax.Array:
     """Sum over the devices, keeping this device's shard along `dim`: (..., d, ...) -> (..., d/N, ...)."""
-    scatter = lambda y: jax.lax.psum_scatter(y, axis_name, scatter_dimension=dim, tiled=True)
-    return on_local_shard(scatter, placement)(x)
+    scatter = lambda y: jax.lax.psum_scatter(y, axis_name, scatter_dimension=dim - layers, tiled=True)
+    return on_local_shard(_of_each_layer(scatter, layers), placement)(x)
 
 
 def psum(x: jax.Array, axis_name: str, placement: Placement = ()) -> jax.Array:
@@ -44,8 +54,11 @@ def psum(x: jax.Array, axis_name: str, placement: Placement = ()) -> jax.Array:
     return on_local_shard(lambda y: jax.lax.psum(y, axis_name), placement)(x)
 
 
-def scatter_in_order(x: jax.Array, axis_name: str, dim: int, placement: Placement = ()) -> jax.Array:
+def scatter_in_order(
+    x: jax.Array, axis_name: str, dim: int, placement: Placement = (), layers: int = 0
+) -> jax.Array:
     """`psum_scatter`, the addends travelling in the dtype of `x` and added in fp32, or wider, in a fixed tree."""
+    dim -= layers
 
     def scatter(x: jax.Array) -> jax.Array:
         num = jax.lax.axis_size(axis_name)
@@ -53,7 +66,7 @@ def scatter_in_order(x: jax.Array, axis_name: str, dim: int, placement: Placemen
         parts = parts.reshape(*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
         return tree_sum(jnp.moveaxis(parts, dim, 0))
 
-    return on_local_shard(scatter, placement)(x)
+    return on_local_shard(_of_each_layer(scatter, layers), placement)(x)
 
 
 def sum_in_order(x: jax.Array, axis_name: str, placement: Placement = ()) -> jax.Array:
@@ -77,6 +90,15 @@ def tree_sum(parts: jax.Array) -> jax.Array:
         upper = len(parts) - half
         parts = jnp.concatenate([parts[:upper] + parts[half:], parts[upper:half]])
     return parts[0]
+
+
+def _of_each_layer(
+    collective: Callable[[jax.Array], jax.Array], layers: int
+) -> Callable[[jax.Array], jax.Array]:
+    """`collective` of each layer of a stack, in loops over its leading dims."""
+    for _ in range(layers):
+        collective = functools.partial(jax.lax.map, collective)
+    return collective
 
 
 def on_local_shard(

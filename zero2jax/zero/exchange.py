@@ -8,7 +8,8 @@ devices along d and padded there to a multiple of N:
   gather_and_reduce  the first forward, the second backward
 
 A `Use` says how, for a leaf or for one layer of it. `by_layer` does it for all leaves, stacks of layers one layer at a
-time: in one piece, the compiler copies the stack into another layout.
+time: in one piece, the compiler copies the stack into another layout. (Where other mesh axes hold the layers, the loop
+is that of `collectives`.)
 
 ZeRO, arXiv:1910.02054, section 5.
 """
@@ -42,7 +43,7 @@ class Use:
       dtype: dtype of the full parameter.
       grad_dtype: dtype in which its gradient is summed over the devices.
       axis_name: axis to gather and reduce over.
-      layer_dims: leading dims that `by_layer` loops over.
+      layer_dims: leading dims that are layers.
       prescale: factor of the gradient before it is summed.
       in_order: add in fp32, in a fixed order, what travels in `grad_dtype`.
       max_kept: elements up to which it, or a part of it, is kept from forward to backward at stage 3.
@@ -77,6 +78,11 @@ class Use:
         return dataclasses.replace(self, dim=dim, placement=self.placement[1:], layer_dims=layer_dims)
 
     @property
+    def held_layers(self) -> int:
+        """The layer dims, if other mesh axes hold some of them: no loop over the full stack then."""
+        return self.layer_dims if any(self.placement[: self.layer_dims]) else 0
+
+    @property
     def sum_dtype(self) -> Any:
         """The dtype that the sum of the gradients comes out in."""
         return jnp.promote_types(self.grad_dtype, jnp.float32) if self.in_order else self.grad_dtype
@@ -104,7 +110,7 @@ def gather(use: Use, source: jax.Array) -> jax.Array:
         return x.astype(use.dtype)
     with jax.named_scope("zero_gather"):
         if use.gather_wire is None:
-            x = all_gather(x.astype(use.dtype), use.axis_name, use.dim, use.placement)
+            x = all_gather(x.astype(use.dtype), use.axis_name, use.dim, use.placement, use.held_layers)
         else:
             x = quantized.all_gather(x, use.axis_name, use.dim, use.gather_wire, use.dtype, use.placement)
     return jax.lax.slice_in_dim(x, 0, use.size, axis=use.dim)
@@ -124,7 +130,7 @@ def reduce_grad(use: Use, grad: jax.Array) -> jax.Array:
     with jax.named_scope("zero_scatter"):
         if use.reduce_wire is not None:
             return quantized.scatter(grad, use.axis_name, use.dim, use.reduce_wire, use.placement)
-        return scatter(grad, use.axis_name, use.dim, use.placement)
+        return scatter(grad, use.axis_name, use.dim, use.placement, use.held_layers)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -144,11 +150,12 @@ def by_layer(
 ) -> list[jax.Array]:
     """`fun(use, array)` of each leaf, in a loop over its layers; stacks of equal length share a loop."""
     stacks: dict[int, list[tuple[Use, jax.Array]]] = {}
+    looped = lambda use: use.layer_dims and not use.held_layers
     for use, x in leaves:
-        if use.layer_dims:
+        if looped(use):
             stacks.setdefault(x.shape[0], []).append((use, x))
     done = {length: iter(_looped(fun, stack)) for length, stack in stacks.items()}
-    return [next(done[x.shape[0]]) if use.layer_dims else fun(use, x) for use, x in leaves]
+    return [next(done[x.shape[0]]) if looped(use) else fun(use, x) for use, x in leaves]
 
 
 def _looped(

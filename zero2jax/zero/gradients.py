@@ -177,7 +177,7 @@ def _group_shards(settings: GradientSettings, uses: list[Use], params: PyTree) -
             return x
         if use.gather_wire is not None:
             return quantized.all_gather(x, replica, use.dim, use.gather_wire, use.dtype, use.placement)
-        return collectives.all_gather(x.astype(use.dtype), replica, use.dim, use.placement)
+        return collectives.all_gather(x.astype(use.dtype), replica, use.dim, use.placement, use.held_layers)
 
     return by_layer(over_groups, list(zip(uses, shards, strict=True)))
 
@@ -198,7 +198,7 @@ def _over_groups(settings: GradientSettings, grads: list[jax.Array]) -> list[jax
         if dim is None:
             return (collectives.sum_in_order if use.in_order else collectives.psum)(x, replica, use.placement)
         scatter = collectives.scatter_in_order if use.in_order else collectives.psum_scatter
-        return scatter(x, replica, dim, use.placement)
+        return scatter(x, replica, dim, use.placement, use.held_layers)
 
     uses = settings.uses
     return by_layer(over_groups, [(uses[i], g) for i, g in zip(settings.trained, grads, strict=True)])

@@ -371,7 +371,8 @@ def _pick_layers(eqn: Any, x: Standin, indices: Sequence[Any], scope: Scope) -> 
         return None
     placement = tuple(None if i is None else use.placement[i] for i in picked.kept) if use.placement else ()
     x = x if eqn.primitive.name in _SLICES else x.fetched
-    use = dataclasses.replace(x.use, dim=list(picked.kept).index(use.dim), placement=placement)
+    dim = list(picked.kept).index(use.dim)
+    use = dataclasses.replace(x.use, dim=dim, placement=placement, layer_dims=0)
     results = [(op(x.source), None if x.port is None else op(x.port)) for op in picked.ops]
     return [x.over(arrays, use=use) for arrays in results]
 
@@ -389,5 +390,5 @@ def _joined(eqn: Any, standins: Sequence[Standin], scope: Scope) -> Standin | No
     ports = [x.port for x in standins if x.port is not None]
     path = " + ".join(x.use.path for x in standins[:3]) + (" + ..." if len(standins) > 3 else "")
     first = standins[0]
-    use = dataclasses.replace(first.use, path=path, dim=dim, placement=placement)
+    use = dataclasses.replace(first.use, path=path, dim=dim, placement=placement, layer_dims=0)
     return first.over((join([x.source for x in standins]), join(ports) if ports else None), use=use)

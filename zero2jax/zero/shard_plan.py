@@ -269,7 +269,13 @@ def _full_spec(path: str, shape: tuple[int, ...], spec: P | None, axis_name: Axi
 def check_model_axes(plan: ShardPlan, mesh: Mesh, taken: Sequence[str] = ()) -> None:
     """Raise a ValueError for model specs that name an unknown or a `taken` axis, or a dim that does not divide."""
     for leaf in plan.leaves:
-        placing = f"placing {leaf.path!r} of shape {leaf.shape} by {P(*leaf.model_spec)}"
+        placing = f"placing {leaf.path!r} of shape {leaf.shape} by P{leaf.model_spec}"
+        all_names = [name for entry in leaf.model_spec for name in _axis_names(entry)]
+        if twice := [name for name in all_names if all_names.count(name) > 1]:
+            raise ValueError(
+                f"{placing}: the axis {twice[0]!r} stands in it twice. A mesh axis shards one dim of an array: name it "
+                f"once."
+            )
         for size, entry in zip(leaf.shape, leaf.model_spec, strict=True):
             names = _axis_names(entry)
             if not set(taken).isdisjoint(names):

@@ -7,17 +7,25 @@ as on one device. Collectives over the data axes work all the same: axis names d
 
 On a mesh with further axes it stays in context: a loss may constrain to those, or map over them. So it does for a loss
 that closes over an array on a mesh (a teacher's parameters), since only there JAX takes that mesh out of its type.
+
+A model written for FSDP constrains arrays to the data axes as well. The step has seen to that: a loss gets the data
+shard of its batch. JAX refuses such a constraint inside of a `shard_map` over those axes, before anything is recorded
+that could be changed, so `jax.lax.with_sharding_constraint` is another function while the loss is traced: what it drops
+of a constraint is said once.
 """
 
+import contextlib
+import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from zero2jax.base import jaxprs
+from zero2jax.base import jaxprs, notices
 from zero2jax.base.pytrees import PyTree
 
 _WORTH_SAYING = 1e9  # FLOPs of a device's slice, forward: about a millisecond
@@ -25,15 +33,19 @@ _WORTH_SAYING = 1e9  # FLOPs of a device's slice, forward: about a millisecond
 _NO_MESH = AbstractMesh((), ())
 
 
+_PATCHING = threading.RLock()
+
+
 def trace_loss(fun: Callable[..., PyTree], *args: PyTree) -> tuple[Any, PyTree]:
     """The closed jaxpr of `fun(*args)` over flat arguments (arrays or shapes), and the tree of its output shapes."""
     mesh = jax.sharding.get_abstract_mesh()
-    if any(kind != AxisType.Manual for kind in mesh.axis_types):
-        return _trace_in_context(fun, *args)
-    with jax.sharding.use_abstract_mesh(_NO_MESH):
-        jaxpr, out = jaxprs.trace(fun, *jax.tree.map(_without_mesh, args))
-    if any(isinstance(getattr(x, "sharding", None), NamedSharding) for x in jaxprs.constants(jaxpr)):
-        return _trace_in_context(fun, *args)
+    with _data_axes_dropped(mesh):
+        if any(kind != AxisType.Manual for kind in mesh.axis_types):
+            return jaxprs.trace(fun, *args)
+        with jax.sharding.use_abstract_mesh(_NO_MESH):
+            jaxpr, out = jaxprs.trace(fun, *jax.tree.map(_without_mesh, args))
+        if any(isinstance(getattr(x, "sharding", None), NamedSharding) for x in jaxprs.constants(jaxpr)):
+            return jaxprs.trace(fun, *args)
     return jaxpr, out
 
 
@@ -41,17 +53,60 @@ def _without_mesh(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
 
-def _trace_in_context(fun: Callable[..., PyTree], *args: PyTree) -> tuple[Any, PyTree]:
-    try:
-        return jaxprs.trace(fun, *args)
-    except ValueError as error:
-        if "can only refer to Auto axes" in str(error):
-            error.add_note(
-                "tracing the loss function: a sharding constraint in it names a data axis, over which the step has "
-                "sharded the batch already. Constraints name other axes only. If they come from Flax's "
-                "nn.with_partitioning, hand over flax.linen.meta.unbox(params), or name other axes there."
-            )
-        raise
+@contextlib.contextmanager
+def _data_axes_dropped(mesh: AbstractMesh) -> Iterator[None]:
+    """Inside, sharding constraints of this thread lose the manual axes of a mesh, and axes that it does not have."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    kept = {name for name, kind in types.items() if kind != AxisType.Manual}
+    given, thread = jax.lax.with_sharding_constraint, threading.get_ident()
+    dropped: dict[str, Any] = {}
+
+    def constrain(x: Any, sharding: Any) -> Any:
+        spec = sharding if isinstance(sharding, P) else getattr(sharding, "spec", None)
+        if spec is None or threading.get_ident() != thread:
+            return given(x, sharding)
+        lost = {name for entry in spec for name in _names(entry)} - kept
+        if not lost:
+            return given(x, sharding) if kept or not isinstance(sharding, P) else x
+        dropped.update(dict.fromkeys(sorted(lost), spec))
+        spec = P(*[_without(entry, lost) for entry in spec])
+        return given(x, NamedSharding(jax.sharding.get_abstract_mesh(), spec)) if kept else x
+
+    def with_sharding_constraint(x: Any, shardings: Any) -> Any:
+        """See `jax.lax.with_sharding_constraint`."""
+        is_one = lambda s: s is None or isinstance(s, jax.sharding.Sharding | P)
+        return jax.tree.map(
+            lambda s, part: jax.tree.map(lambda y: constrain(y, s), part), shardings, x, is_leaf=is_one
+        )
+
+    with _PATCHING:
+        jax.lax.with_sharding_constraint = with_sharding_constraint
+        try:
+            yield
+        finally:
+            jax.lax.with_sharding_constraint = given
+    if dropped:
+        _tell_of_dropped(dropped, mesh, types)
+
+
+def _tell_of_dropped(dropped: Mapping[str, Any], mesh: AbstractMesh, types: Mapping[str, AxisType]) -> None:
+    reason = lambda name: "a data axis" if name in types else "not an axis of the mesh"
+    named = ", ".join(f"{name!r} ({reason(name)}, of {spec})" for name, spec in list(dropped.items())[:5])
+    notices.warn(
+        f"tracing the loss function: sharding constraints in it name {named}; these names are dropped. The batch is "
+        f"sharded over the data axes already, and a parameter is gathered from them where it is used. Constraints that "
+        f"name other axes of the mesh {dict(mesh.shape)} are kept."
+    )
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
+
+
+def _without(entry: Any, lost: set[str]) -> Any:
+    names = _names(entry)
+    left = tuple(name for name in names if name not in lost)
+    return entry if len(left) == len(names) else left[0] if len(left) == 1 else left or None
 
 
 def warn_of_wide_products(jaxpr: Any, compute_dtype: Any) -> None:
