@@ -147,7 +147,7 @@ def set_up(args: Args) -> tuple[Run, zero2jax.TrainState]:
     config = zero2jax.load_config(args.deepspeed_config or CONFIG)  # zero2jax
     tx = None if config.optimizer else make_optimizer(LEARNING_RATES[args.model], args.steps)
     mesh = zero2jax.make_mesh(**parse_axes(args.axes))  # zero2jax
-    specs = tensor_parallel_specs(shapes) if "model" in mesh.shape else None
+    specs = tensor_parallel_specs(model) if "model" in mesh.shape else None
     engine = zero2jax.initialize(loss_fn, tx, config, mesh, param_specs=specs)  # zero2jax
     checkpointer = None
     if args.checkpoints:
