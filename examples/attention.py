@@ -86,6 +86,14 @@ def cudnn_refusal(
     return None
 
 
+def choose(
+    dtype: Any, heads: int, kv_heads: int, head_dim: int, *, packed: bool = False, window: int | None = None
+) -> tuple[str, str]:
+    """An implementation for the devices here, and in words which it is, and why it is not cuDNN's where it is not."""
+    refusal = cudnn_refusal(jnp.dtype(dtype), heads, kv_heads, head_dim, packed=packed, window=window)
+    return ("cudnn", "cuDNN's") if refusal is None else ("blocked", f"in blocks, not cuDNN's: {refusal}")
+
+
 def blocked_attention(
     q: jax.Array,
     k: jax.Array,

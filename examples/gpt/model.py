@@ -14,6 +14,7 @@ and the hidden units of the MLP (arXiv:1909.08053). `tensor_parallel_specs` read
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
 from examples.attention import attention
@@ -42,6 +44,9 @@ class GPTConfig:
     """One of `examples.attention.IMPLEMENTATIONS`."""
     chunk_tokens: int = 1024
     """Tokens whose logits exist at once."""
+    sequence_axis: str | None = None
+    """Mesh axis that T is sharded over between the products of a layer: its devices have one copy of `x` together, and
+    of what a layer saves. `model`, with tensor parallelism; needs a loss that runs on such a mesh."""
 
 
 PRESETS = {
@@ -66,6 +71,43 @@ def sharded(init: Callable, *axes: str | None) -> Callable:
     return nnx.with_partitioning(init, axes, eager_sharding=False)
 
 
+def spread(x: jax.Array, axis: str | None, dim: int = 1) -> jax.Array:
+    """(B, T, D), with T (or another dim) sharded over a mesh axis; untouched without an axis.
+
+    A layer's first products need all of T, and its second ones are sums over `axis`: the compiler gathers before those
+    and reduce-scatters after these, in place of an all-reduce (arXiv:2205.05198).
+    """
+    spec = P(*(axis if i == dim else None for i in range(x.ndim)))
+    return x if axis is None else jax.lax.with_sharding_constraint(x, spec)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def full(x: jax.Array, axis: str | None) -> jax.Array:
+    """(B, T, D) with all of T on each device of a mesh axis; its cotangent is spread."""
+    return x if axis is None else jax.lax.with_sharding_constraint(x, P(*[None] * x.ndim))
+
+
+full.defvjp(lambda x, axis: (full(x, axis), None), lambda axis, _, cotangent: (spread(cotangent, axis),))
+
+
+class Summed(nnx.Module):
+    """x @ kernel.T, (B, T, inputs) -> (B, T, outputs), with inputs sharded over `model`.
+
+    The kernel is (outputs, inputs): the dim that is left for the data axis comes first, and a gather over a later dim
+    needs a copy of all layers in another layout.
+    """
+
+    def __init__(self, inputs: int, outputs: int, num_layers: int, rngs: nnx.Rngs):
+        # 2 L sums go into the residual.
+        init = nnx.initializers.variance_scaling(
+            0.5 / num_layers, "fan_in", "normal", in_axis=-1, out_axis=-2
+        )
+        self.kernel = nnx.Param(sharded(init, None, "model")(rngs.params(), (outputs, inputs)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.kernel[...].T
+
+
 def make_norm(dim: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
     """A LayerNorm that computes in fp32, whatever its scale is stored in; cast its result back."""
     return nnx.LayerNorm(dim, use_bias=False, dtype=jnp.float32, rngs=rngs)
@@ -76,31 +118,28 @@ class Block(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         D, L = config.hidden, config.num_layers
-        init = nnx.initializers.lecun_normal()
-        # 2 L sums go into the residual.
-        out_init = nnx.initializers.variance_scaling(0.5 / L, "fan_in", "normal")
-
-        def linear(inputs: int, outputs: int, init: Callable, *axes: str | None) -> nnx.Linear:
-            return nnx.Linear(inputs, outputs, use_bias=False, kernel_init=sharded(init, *axes), rngs=rngs)
-
+        init = sharded(nnx.initializers.lecun_normal(), None, "model")
         self.config = config
         self.norm1 = make_norm(D, rngs)
-        self.qkv = linear(D, 3 * D, init, None, "model")  # by heads
-        self.out = linear(D, D, out_init, "model", None)
+        self.qkv = nnx.Linear(D, 3 * D, use_bias=False, kernel_init=init, rngs=rngs)  # by heads
+        self.out = Summed(D, D, L, rngs)
         self.norm2 = make_norm(D, rngs)
-        self.up = linear(D, 4 * D, init, None, "model")
-        self.down = linear(4 * D, D, out_init, "model", None)
+        self.up = nnx.Linear(D, 4 * D, use_bias=False, kernel_init=init, rngs=rngs)
+        self.down = Summed(4 * D, D, L, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        axis = self.config.sequence_axis
         # The names are for remat policies, which may save or offload a tensor by its name.
-        qkv = checkpoint_name(self.qkv(self.norm1(x).astype(x.dtype)), "qkv_proj")
+        y = full(self.norm1(x).astype(x.dtype), axis)
+        qkv = checkpoint_name(spread(self.qkv(y), axis, 2), "qkv_proj")
         heads = qkv.reshape(*x.shape[:2], self.config.num_heads, -1)
         q, k, v = jnp.split(heads, 3, axis=-1)  # (B, T, H, 3 D/H) -> 3 * (B, T, H, D/H)
         attended = attention(q, k, v, implementation=self.config.attention)
-        attended = checkpoint_name(attended.reshape(x.shape), "attention")
-        x = x + checkpoint_name(self.out(attended), "out_proj")
-        hidden = checkpoint_name(self.up(self.norm2(x).astype(x.dtype)), "up_proj")
-        return x + checkpoint_name(self.down(jax.nn.gelu(hidden)), "down_proj")
+        attended = checkpoint_name(spread(attended.reshape(x.shape), axis, 2), "attention")
+        x = x + checkpoint_name(spread(self.out(attended), axis), "out_proj")
+        y = full(self.norm2(x).astype(x.dtype), axis)
+        hidden = checkpoint_name(spread(self.up(y), axis, 2), "up_proj")
+        return x + checkpoint_name(spread(self.down(jax.nn.gelu(hidden)), axis), "down_proj")
 
 
 class GPT(nnx.Module):
@@ -113,7 +152,7 @@ class GPT(nnx.Module):
         self.embed = nnx.Param(embed(rngs.params(), (config.vocab, config.hidden)))
         self.position = nnx.Param(init(rngs.params(), (config.context, config.hidden)))
         self.norm = make_norm(config.hidden, rngs)
-        self.saved = config.saved
+        self.config = config
 
         @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: None})
@@ -126,12 +165,13 @@ class GPT(nnx.Module):
         """The last norm's output, (B, T, D)."""
 
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        @nnx.remat(policy=getattr(jax.checkpoint_policies, self.saved))
+        @nnx.remat(policy=getattr(jax.checkpoint_policies, self.config.saved))
         def layer(x: jax.Array, block: Block) -> jax.Array:
             return block(x)
 
-        x = self.embed[tokens] + self.position[None, : tokens.shape[1]]
-        return self.norm(layer(x, self.blocks)).astype(x.dtype)
+        axis = self.config.sequence_axis
+        x = spread(self.embed[tokens] + self.position[None, : tokens.shape[1]], axis)
+        return full(self.norm(layer(x, self.blocks)).astype(x.dtype), axis)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         return (self.hidden_states(tokens) @ self.embed.T).astype(jnp.float32)

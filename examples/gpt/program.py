@@ -17,13 +17,14 @@ import zero2jax
 
 
 def program(
-    preset: str = "6.7b", batch_size: int = 16, tensor_parallel: bool = False, **changes: int | str
+    preset: str = "6.7b", batch_size: int = 16, tensor_parallel: bool = False, **changes: int | str | None
 ) -> zero2jax.Program:
     """A preset of `model.py`, with fields of its `GPTConfig` replaced: `num_layers=40, hidden=5120, num_heads=40`.
 
     With `tensor_parallel` the mesh has an axis `model`, which shards what the parameters' metadata say.
     """
-    config = dataclasses.replace(PRESETS[preset], **changes)
+    axis = "model" if tensor_parallel else None
+    config = dataclasses.replace(PRESETS[preset], **{"sequence_axis": axis, **changes})
     init_fn, loss_fn = make_loss(config)
     return zero2jax.Program(
         loss_fn,
