@@ -55,6 +55,7 @@ def plan_row(row: str) -> None:
             precision: {"enabled": True},
             "gradient_clipping": 1.0,
             "zero_optimization": {"stage": stage},
+            "xla_preset": "once",
         }
         report = zero2jax.plan(
             p.loss_fn, p.params, p.batch, tx=p.tx, config=config, axes=axes, target=target, param_specs=p.param_specs
