@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import re
 
+import jax.numpy as jnp
 import optax
 
 import zero2jax
+
+DTYPES = {
+    "fp32": jnp.float32,
+    "fp16": jnp.float16,
+    "bf16": jnp.bfloat16,
+}  # by a configuration's word for compute
 
 
 def parse_axes(axes: str) -> dict[str, int]:

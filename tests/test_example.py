@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -11,9 +12,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
-from helpers import assert_trees_close
+from helpers import FP32, assert_trees_close
+from jax.sharding import PartitionSpec as P
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "gpt"))
@@ -52,26 +55,46 @@ def test_presets_have_these_parameters_and_need_no_memory_to_say_so(preset, num_
     assert {x.shape[0] for x in jax.tree.leaves(shapes["blocks"])} == {model.PRESETS[preset].num_layers}
 
 
-def test_scanned_layers_equal_layers_in_a_python_loop(tokens):
-    init_fn, apply_fn = model.make_apply(CONFIG)
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: model.GPT(CONFIG, rngs=nnx.Rngs(0))))
+def test_the_loss_equals_that_of_full_logits_and_scores_and_layers_in_a_python_loop(tokens):
+    init_fn, loss_fn = model.make_loss(dataclasses.replace(CONFIG, chunk_tokens=7))  # 24 tokens in 4 chunks
+    plain = dataclasses.replace(CONFIG, attention="xla")
 
     def unrolled(params, tokens):
-        gpt = nnx.merge(graphdef, params)
+        gpt = nnx.merge(nnx.graphdef(model.shapes_of(plain)), params)
         block_def, stacked = nnx.split(gpt.blocks)
-        x = gpt.embed[tokens] + gpt.position[None]
+        x = gpt.embed[tokens[:, :-1]] + gpt.position[None]
         for i in range(CONFIG.num_layers):
             x = nnx.merge(block_def, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))(x)
-        return gpt.norm(x) @ gpt.embed.T
-
-    def value_and_grad(apply, params):
-        return jax.jit(jax.value_and_grad(lambda p: jnp.square(apply(p, tokens[:, :-1])).sum()))(params)
+        logits = gpt.norm(x) @ gpt.embed.T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     params = jax.jit(init_fn)(jax.random.key(0))
-    (value, grads), (expected, expected_grads) = (value_and_grad(f, params) for f in (apply_fn, unrolled))
+    value_and_grad = lambda f: jax.jit(jax.value_and_grad(f))(params, tokens)
+    (value, grads), (expected, expected_grads) = map(value_and_grad, (loss_fn, unrolled))
     # A few fp32 roundings: the programs fuse differently.
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     assert_trees_close(grads, expected_grads, rtol=1e-4, atol=1e-5)
+
+
+def test_metadata_shard_the_vocabulary_the_heads_and_the_mlp_and_the_step_is_that_of_one_device(tokens):
+    specs = model.tensor_parallel_specs(CONFIG)
+    assert (specs["embed"], specs["position"], specs["norm"]["scale"]) == (P("model", None), P(), P())
+    kernels = {name: specs["blocks"][name]["kernel"] for name in ("qkv", "out", "up", "down")}
+    assert kernels == dict.fromkeys(kernels, P(None, None, "model"))
+
+    def losses(config, specs=None, **axes):
+        init_fn, loss_fn = model.make_loss(config)
+        mesh = zero2jax.make_mesh(devices=jax.devices()[: math.prod(axes.values())], **axes)
+        engine = zero2jax.Engine(loss_fn, optax.adam(1e-2), mesh, stage=2, precision=FP32, param_specs=specs)
+        state, metrics = engine.init(init_fn, jax.random.key(0)), []
+        for _ in range(3):
+            state, last = engine.step(state, tokens)
+            metrics.append((float(last["loss"]), float(last["grad_norm"])))
+        return metrics
+
+    config = dataclasses.replace(CONFIG, sequence_axis="model", chunk_tokens=7)
+    # fp32 sums in another order
+    np.testing.assert_allclose(losses(config, specs, data=2, model=2), losses(CONFIG, data=1), rtol=1e-4)
 
 
 def test_what_layers_save_changes_their_memory_and_no_gradient(tokens):

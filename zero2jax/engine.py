@@ -92,7 +92,7 @@ class Engine(WithSettings):
       offload: what is stored in host memory, and where it is updated; None keeps all of it on the devices.
       arena: store the state in a few large buffers, of which the leaves are views inside the step: fewer arguments, for
         memory; see `zero2jax.memory.arena`. `unpacked` has the leaves.
-      compiler_options: for the compilation of this step alone: "latency", "memory" or "deterministic", see
+      compiler_options: for the compilation of this step alone: "latency", "memory", "once", "deterministic", see
         `zero2jax.memory.step_options`; options as for `jax.jit`; or a function that makes them from the shard plan of
         the parameters. What the installed compiler does not have is named.
       memory_breakdown: put the devices' memory into the metrics of each step.

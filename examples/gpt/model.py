@@ -5,21 +5,30 @@ a training loop needs: `init_fn(key) -> params` and `loss_fn(params, tokens) -> 
 dict of arrays. The parameters of all layers are stacked, (L, ...), and scanned over, so each layer's parameters
 are used, and can be gathered, inside the loop.
 
+Each parameter says by its metadata which of its dims a mesh axis `model` may shard: the vocabulary, the attention heads
+and the hidden units of the MLP (arXiv:1909.08053). `tensor_parallel_specs` reads them.
+
     B sequences, T tokens each, D width, H heads, L layers, V vocabulary
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
+from examples.attention import attention
+from examples.cross_entropy import chunked_cross_entropy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +40,72 @@ class GPTConfig:
     vocab: int
     saved: str = "nothing_saveable"
     """What a layer saves for backward, a name in `jax.checkpoint_policies`; everything else is recomputed."""
+    attention: str = "blocked"
+    """One of `examples.attention.IMPLEMENTATIONS`."""
+    chunk_tokens: int = 1024
+    """Tokens whose logits exist at once."""
+    sequence_axis: str | None = None
+    """Mesh axis that T is sharded over between the products of a layer: its devices have one copy of `x` together, and
+    of what a layer saves. `model`, with tensor parallelism; needs a loss that runs on such a mesh."""
 
 
 PRESETS = {
     "tiny": GPTConfig(num_layers=2, hidden=128, num_heads=4, context=128, vocab=256),
     "small": GPTConfig(num_layers=12, hidden=768, num_heads=12, context=1024, vocab=50304),  # GPT-2, 124e6
+    "1.5b": GPTConfig(num_layers=48, hidden=1600, num_heads=25, context=1024, vocab=50304),  # GPT-2
     "6.7b": GPTConfig(num_layers=32, hidden=4096, num_heads=32, context=2048, vocab=50304),  # GPT-3, 6.7e9
+    # Megatron-LM's vocabulary, padded for 16-way model parallelism, as in the ZeRO paper and the blog of ZeRO-2
+    "8b": GPTConfig(num_layers=72, hidden=3072, num_heads=24, context=1024, vocab=51200),
+    "13b": GPTConfig(num_layers=62, hidden=4096, num_heads=32, context=1024, vocab=51200),
+    "17b": GPTConfig(num_layers=78, hidden=4256, num_heads=28, context=1024, vocab=51200),  # Turing-NLG
+    "40b": GPTConfig(num_layers=88, hidden=6144, num_heads=32, context=1024, vocab=51200),
+    "60b": GPTConfig(num_layers=132, hidden=6144, num_heads=32, context=1024, vocab=51200),
+    "100b": GPTConfig(num_layers=125, hidden=8192, num_heads=64, context=1024, vocab=51200),
+    "170b": GPTConfig(num_layers=212, hidden=8192, num_heads=64, context=1024, vocab=51200),
 }
+
+
+def sharded(init: Callable, *axes: str | None) -> Callable:
+    """An initializer whose parameter says which mesh axis may shard each of its dims."""
+    # Metadata alone: the arrays are made where they belong by whoever jits `init_fn`.
+    return nnx.with_partitioning(init, axes, eager_sharding=False)
+
+
+def spread(x: jax.Array, axis: str | None, dim: int = 1) -> jax.Array:
+    """(B, T, D), with T (or another dim) sharded over a mesh axis; untouched without an axis.
+
+    A layer's first products need all of T, and its second ones are sums over `axis`: the compiler gathers before those
+    and reduce-scatters after these, in place of an all-reduce (arXiv:2205.05198).
+    """
+    spec = P(*(axis if i == dim else None for i in range(x.ndim)))
+    return x if axis is None else jax.lax.with_sharding_constraint(x, spec)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def full(x: jax.Array, axis: str | None) -> jax.Array:
+    """(B, T, D) with all of T on each device of a mesh axis; its cotangent is spread."""
+    return x if axis is None else jax.lax.with_sharding_constraint(x, P(*[None] * x.ndim))
+
+
+full.defvjp(lambda x, axis: (full(x, axis), None), lambda axis, _, cotangent: (spread(cotangent, axis),))
+
+
+class Summed(nnx.Module):
+    """x @ kernel.T, (B, T, inputs) -> (B, T, outputs), with inputs sharded over `model`.
+
+    The kernel is (outputs, inputs): the dim that is left for the data axis comes first, and a gather over a later dim
+    needs a copy of all layers in another layout.
+    """
+
+    def __init__(self, inputs: int, outputs: int, num_layers: int, rngs: nnx.Rngs):
+        # 2 L sums go into the residual.
+        init = nnx.initializers.variance_scaling(
+            0.5 / num_layers, "fan_in", "normal", in_axis=-1, out_axis=-2
+        )
+        self.kernel = nnx.Param(sharded(init, None, "model")(rngs.params(), (outputs, inputs)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.kernel[...].T
 
 
 def make_norm(dim: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
@@ -50,27 +118,28 @@ class Block(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         D, L = config.hidden, config.num_layers
-        init = nnx.initializers.lecun_normal()
-        # 2 L sums go into the residual.
-        out_init = nnx.initializers.variance_scaling(0.5 / L, "fan_in", "normal")
-        self.num_heads = config.num_heads
+        init = sharded(nnx.initializers.lecun_normal(), None, "model")
+        self.config = config
         self.norm1 = make_norm(D, rngs)
-        self.qkv = nnx.Linear(D, 3 * D, use_bias=False, kernel_init=init, rngs=rngs)
-        self.out = nnx.Linear(D, D, use_bias=False, kernel_init=out_init, rngs=rngs)
+        self.qkv = nnx.Linear(D, 3 * D, use_bias=False, kernel_init=init, rngs=rngs)  # by heads
+        self.out = Summed(D, D, L, rngs)
         self.norm2 = make_norm(D, rngs)
         self.up = nnx.Linear(D, 4 * D, use_bias=False, kernel_init=init, rngs=rngs)
-        self.down = nnx.Linear(4 * D, D, use_bias=False, kernel_init=out_init, rngs=rngs)
+        self.down = Summed(4 * D, D, L, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        axis = self.config.sequence_axis
         # The names are for remat policies, which may save or offload a tensor by its name.
-        qkv = checkpoint_name(self.qkv(self.norm1(x).astype(x.dtype)), "qkv_proj")
-        heads = qkv.reshape(*x.shape[:2], self.num_heads, -1)
+        y = full(self.norm1(x).astype(x.dtype), axis)
+        qkv = checkpoint_name(spread(self.qkv(y), axis, 2), "qkv_proj")
+        heads = qkv.reshape(*x.shape[:2], self.config.num_heads, -1)
         q, k, v = jnp.split(heads, 3, axis=-1)  # (B, T, H, 3 D/H) -> 3 * (B, T, H, D/H)
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        attended = checkpoint_name(attended.reshape(x.shape), "attention")
-        x = x + checkpoint_name(self.out(attended), "out_proj")
-        hidden = checkpoint_name(self.up(self.norm2(x).astype(x.dtype)), "up_proj")
-        return x + checkpoint_name(self.down(jax.nn.gelu(hidden)), "down_proj")
+        attended = attention(q, k, v, implementation=self.config.attention)
+        attended = checkpoint_name(spread(attended.reshape(x.shape), axis, 2), "attention")
+        x = x + checkpoint_name(spread(self.out(attended), axis), "out_proj")
+        y = full(self.norm2(x).astype(x.dtype), axis)
+        hidden = checkpoint_name(spread(self.up(y), axis, 2), "up_proj")
+        return x + checkpoint_name(spread(self.down(jax.nn.gelu(hidden)), axis), "down_proj")
 
 
 class GPT(nnx.Module):
@@ -79,34 +148,43 @@ class GPT(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         init = nnx.initializers.normal(0.02)
         # Plain parameters: `nnx.Embed` would compute in the dtype that it was created with.
-        self.embed = nnx.Param(init(rngs.params(), (config.vocab, config.hidden)))
+        embed = sharded(init, "model", None)
+        self.embed = nnx.Param(embed(rngs.params(), (config.vocab, config.hidden)))
         self.position = nnx.Param(init(rngs.params(), (config.context, config.hidden)))
         self.norm = make_norm(config.hidden, rngs)
-        self.saved = config.saved
+        self.config = config
 
         @nnx.split_rngs(splits=config.num_layers)
-        @nnx.vmap
+        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: None})
         def make_blocks(rngs: nnx.Rngs) -> Block:
             return Block(config, rngs=rngs)
 
         self.blocks = make_blocks(rngs)  # every parameter stacked: (L, ...)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def hidden_states(self, tokens: jax.Array) -> jax.Array:
+        """The last norm's output, (B, T, D)."""
+
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        @nnx.remat(policy=getattr(jax.checkpoint_policies, self.saved))
+        @nnx.remat(policy=getattr(jax.checkpoint_policies, self.config.saved))
         def layer(x: jax.Array, block: Block) -> jax.Array:
             return block(x)
 
-        x = self.embed[tokens] + self.position[None, : tokens.shape[1]]
-        x = layer(x, self.blocks)
-        x = self.norm(x).astype(x.dtype)
-        return (x @ self.embed.T).astype(jnp.float32)
+        axis = self.config.sequence_axis
+        x = spread(self.embed[tokens] + self.position[None, : tokens.shape[1]], axis)
+        return full(self.norm(layer(x, self.blocks)).astype(x.dtype), axis)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return (self.hidden_states(tokens) @ self.embed.T).astype(jnp.float32)
+
+
+def shapes_of(config: GPTConfig) -> GPT:
+    """The model without its arrays: structure, shapes and metadata."""
+    return nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
 
 
 def make_apply(config: GPTConfig) -> tuple[Callable, Callable]:
     """(`init_fn(key) -> params`, `apply_fn(params, tokens) -> logits`); allocates nothing."""
-    # The model's structure without its arrays: shapes only.
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
+    graphdef = nnx.graphdef(shapes_of(config))
 
     def init_fn(key: jax.Array) -> dict[str, Any]:
         return nnx.to_pure_dict(nnx.state(GPT(config, rngs=nnx.Rngs(key)), nnx.Param))
@@ -120,25 +198,27 @@ def make_apply(config: GPTConfig) -> tuple[Callable, Callable]:
 def make_loss(config: GPTConfig) -> tuple[Callable, Callable]:
     """(`init_fn(key) -> params`, `loss_fn(params, tokens) -> loss`).
 
-    `tokens` is (B, T + 1), any integer dtype; the loss is the mean over its B * T predictions, in nats.
+    `tokens` is (B, T + 1), any integer dtype; the loss is the mean over its B * T predictions, in nats. The logits of
+    `chunk_tokens` tokens exist at a time, on each device those of its part of the vocabulary.
     """
-    init_fn, apply_fn = make_apply(config)
+    init_fn, _ = make_apply(config)
+    graphdef = nnx.graphdef(shapes_of(config))
 
     def loss_fn(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
         tokens = tokens.astype(jnp.int32)
-        logits = apply_fn(params, tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        gpt, targets = nnx.merge(graphdef, params), tokens[:, 1:]
+        hidden, weights = gpt.hidden_states(tokens[:, :-1]), jnp.ones(targets.shape)
+        return (
+            chunked_cross_entropy(hidden, gpt.embed[...], targets, weights, config.chunk_tokens)
+            / targets.size
+        )
 
     return init_fn, loss_fn
 
 
-def tensor_parallel_specs(params: dict[str, Any]) -> dict[str, Any]:
-    """Specs over a mesh axis `model`: attention heads and hidden units of the MLP are sharded, all else replicated."""
-    sharded = {"qkv": P(None, None, "model"), "up": P(None, None, "model")}  # (L, D, outputs)
-    sharded |= {"out": P(None, "model"), "down": P(None, "model")}  # (L, inputs, D)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: sharded.get(getattr(path[-2:][0], "key", None), P()), params
-    )
+def tensor_parallel_specs(config: GPTConfig) -> dict[str, Any]:
+    """PartitionSpecs over a mesh axis `model`, as the parameters' metadata say; same structure as `params`."""
+    return nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(shapes_of(config), nnx.Param)))
 
 
 def generate(

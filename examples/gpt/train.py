@@ -17,6 +17,7 @@ The lines that ZeRO adds to a plain training loop are marked `# zero2jax`.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -37,7 +38,8 @@ from rich.markup import escape
 import zero2jax
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
-from examples.options import make_optimizer, parse_axes, step_to_resume
+from examples.attention import choose
+from examples.options import DTYPES, make_optimizer, parse_axes, step_to_resume
 from examples.report import Log, Trace, bytes_by_stage, memory_table, read_history, save_figure
 
 # A run without --deepspeed_config does this. A file in the same format may also hold `optimizer`, `scheduler` and
@@ -139,15 +141,18 @@ def set_up(args: Args) -> tuple[Run, zero2jax.TrainState]:
     if is_first:
         args.out.mkdir(parents=True, exist_ok=True)
 
-    model = PRESETS[args.model]
+    config = zero2jax.load_config(args.deepspeed_config or CONFIG)  # zero2jax
+    model, key = PRESETS[args.model], jax.random.key(args.seed)
+    heads, head_dim = model.num_heads, model.hidden // model.num_heads
+    attention, how = choose(DTYPES[config.compute_dtype], heads, heads, head_dim)
+    mesh = zero2jax.make_mesh(**parse_axes(args.axes))  # zero2jax
+    axis = "model" if "model" in mesh.shape else None
+    model = dataclasses.replace(model, attention=attention, sequence_axis=axis)
     init_fn, loss_fn = make_loss(model)
-    key = jax.random.key(args.seed)
     shapes = jax.eval_shape(init_fn, key)
 
-    config = zero2jax.load_config(args.deepspeed_config or CONFIG)  # zero2jax
     tx = None if config.optimizer else make_optimizer(LEARNING_RATES[args.model], args.steps)
-    mesh = zero2jax.make_mesh(**parse_axes(args.axes))  # zero2jax
-    specs = tensor_parallel_specs(shapes) if "model" in mesh.shape else None
+    specs = tensor_parallel_specs(model) if axis else None
     engine = zero2jax.initialize(loss_fn, tx, config, mesh, param_specs=specs)  # zero2jax
     checkpointer = None
     if args.checkpoints:
@@ -174,7 +179,8 @@ def set_up(args: Args) -> tuple[Run, zero2jax.TrainState]:
     num_params = sum(x.size for x in jax.tree.leaves(shapes))
     console.print(
         f"{num_params:,} parameters, ZeRO stage {engine.stage} over {dict(mesh.shape)} {jax.default_backend()} "
-        f"devices, {batch_size * model.context:,} tokens per step of {len(train_text):,} bytes of text"
+        f"devices, {batch_size * model.context:,} tokens per step of {len(train_text):,} bytes of text; "
+        f"attention {how}"
     )
     run = Run(
         args=args,

@@ -85,7 +85,7 @@ class LlamaConfig:
       source: the `config.json` that this was read from, as text.
       lora_rank: rank of the adapters; 0 for none.
       lora_alpha: an adapter's product is multiplied by `lora_alpha / lora_rank`.
-      attention: `auto`, `cudnn`, `xla` (both of `jax.nn.dot_product_attention`) or `blocked`.
+      attention: `blocked`, `cudnn` or `xla`: see `examples/attention.py`.
       saved: what a layer saves for backward, a name in `jax.checkpoint_policies`; all else is recomputed.
     """
 
@@ -109,7 +109,7 @@ class LlamaConfig:
     source: str = ""
     lora_rank: int = 0
     lora_alpha: float = 16.0
-    attention: str = "auto"
+    attention: str = "blocked"
     saved: str = "nothing_saveable"
 
 

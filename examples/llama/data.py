@@ -54,14 +54,14 @@ def read_documents(path: Path) -> Iterator[Document]:
         raise DataError(f"reading {path}: no such file or folder. Give it with --data.")
     for file in sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]:
         if file.suffix == ".jsonl":
-            for i, line in enumerate(file.read_text().splitlines(), 1):
+            for i, line in enumerate(file.read_bytes().split(b"\n"), 1):
                 if line.strip():
                     yield _from_json(f"{file}, line {i}", line)
         elif text := file.read_text(errors="replace"):
             yield Document(text)
 
 
-def _from_json(where: str, line: str) -> Document:
+def _from_json(where: str, line: bytes) -> Document:
     try:
         fields = json.loads(line)
     except ValueError as error:
@@ -86,7 +86,7 @@ def load_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     """The tokenizer of a model folder, which neither cuts nor pads.
 
     Raises:
-      DataError: there is no `tokenizer.json`, or the library cannot read it.
+      DataError: there is no `tokenizer.json`, or it holds no tokenizer.
     """
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -94,9 +94,14 @@ def load_tokenizer(folder: Path) -> tokenizers.Tokenizer:
             f"reading {path}: no such file. The folder of a model with a fast tokenizer holds one."
         )
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no narrower type
-        raise DataError(f"reading {path}: {error}") from error
+        fields = json.loads(path.read_text())
+    except ValueError as error:
+        raise DataError(f"reading {path}: it is no JSON ({error}).") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("model"), dict):
+        raise DataError(
+            f"reading {path}: it holds no tokenizer, which has a `model`. Save it with the tokenizer's save()."
+        )
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -28,10 +28,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from examples.attention import attention
 from examples.llama.config import LlamaConfig
-
-BLOCK_ELEMENTS = 2**22  # of a block of attention scores, per head: 2048 x 2048, or 128 x 32768
-MASKED = -1e30  # not -inf: a padded row sees nothing, and must not be NaN
 
 
 class Norm(nnx.Module):
@@ -97,8 +95,10 @@ class Layer(nnx.Module):
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rotations), rotate(k, *rotations)
-        attended = attention(q, k, v, segments, window, self.config.attention).reshape(*x.shape[:2], -1)
-        x = x + checkpoint_name(self.o(checkpoint_name(attended, "attention")), "out_proj")
+        how = self.config.attention
+        attended = attention(q, k, v, segments=segments, window=window, implementation=how)
+        attended = checkpoint_name(attended.reshape(*x.shape[:2], -1), "attention")
+        x = x + checkpoint_name(self.o(attended), "out_proj")
         y = self.mlp_norm(x)
         gate, up = checkpoint_name(self.gate(y), "gate_proj"), checkpoint_name(self.up(y), "up_proj")
         return x + checkpoint_name(self.down(jax.nn.silu(gate) * up), "down_proj")
@@ -249,75 +249,6 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Turn the pairs (x_i, x_{i + H/2}) of each head, (B, T, heads, H), in fp32."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
-def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array | None,
-    window: Any,
-    implementation: str = "auto",
-) -> jax.Array:
-    """Causal attention within segments and a window, softmax in fp32; (B, T, heads, H) like `q`.
-
-    Args:
-      q: (B, T, heads, H).
-      k: (B, T, kv_heads, H), like `v`; heads are a multiple of kv_heads.
-      v: values.
-      segments: (B, T), or None.
-      window: tokens that a token sees, itself included: an int, a scalar array, or None.
-      implementation: see `LlamaConfig.attention`. `auto` takes cuDNN for 16-bit numbers on GPUs from Ampere on.
-    """
-    traced = isinstance(window, jax.Array)
-    if implementation == "auto":
-        implementation = "cudnn" if not traced and _has_cudnn(q) else "blocked"
-    if implementation == "blocked" or traced:
-        return blocked_attention(q, k, v, segments, window)
-    mask = None if segments is None else (segments[:, :, None] == segments[:, None])[:, None]
-    local = None if window is None else (window - 1, 0)
-    return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, is_causal=True, local_window_size=local, implementation=implementation
-    )
-
-
-def _has_cudnn(q: jax.Array) -> bool:
-    if jax.default_backend() != "gpu" or q.dtype.itemsize != 2 or q.shape[-1] > 128 or q.shape[-1] % 8:
-        return False
-    return float(getattr(jax.local_devices()[0], "compute_capability", "0")) >= 8
-
-
-def blocked_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: Any
-) -> jax.Array:
-    """As `attention`, a block of queries at a time, recomputed in backward: scores of a block alone exist at once."""
-    B, T, heads, H = q.shape
-    kv_heads = k.shape[2]
-    rows = min(T, max(1, BLOCK_ELEMENTS // T))
-    num_blocks = -(-T // rows)
-    padded = jnp.pad(q, ((0, 0), (0, num_blocks * rows - T), (0, 0), (0, 0)))
-    blocks = padded.reshape(B, num_blocks, rows, kv_heads, heads // kv_heads, H).swapaxes(0, 1)
-    keys = jnp.arange(T)
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def attend(block: tuple[jax.Array, jax.Array]) -> jax.Array:
-        q, first = block
-        queries = first + jnp.arange(rows)
-        distance = queries[:, None] - keys[None]
-        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-        seen = seen[None, None, None]
-        if segments is not None:
-            own = segments[:, jnp.minimum(queries, T - 1)]
-            seen = seen & (own[:, :, None] == segments[:, None])[:, None, None]
-        scores = jnp.einsum("brkgh,btkh->bkgrt", q, k, preferred_element_type=jnp.float32) / math.sqrt(H)
-        weights = jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1).astype(v.dtype)
-        return jnp.einsum("bkgrt,btkh->brkgh", weights, v)
-
-    if num_blocks == 1:
-        out = attend((blocks[0], 0))[None]
-    else:
-        out = jax.lax.map(attend, (blocks, rows * jnp.arange(num_blocks)))
-    return out.swapaxes(0, 1).reshape(B, num_blocks * rows, heads, H)[:, :T]
 
 
 def tensor_parallel_specs(params: dict[str, Any]) -> dict[str, Any]:

@@ -30,9 +30,12 @@ ROWS = (
     "llama3_8b,8,16,2048,1",
     "llama3_8b,8,16,32768,1",
     "llama3_70b,8,16,2048,1",
-    "llama3_70b,8,16,8192,1",
+    "llama3_70b,8,16,32768,1",
     "llama3_70b,64,0,2048,1",
+    "llama3_70b,64,0,32768,1",
     "llama3_405b,64,16,2048,1",
+    "llama3_405b,64,16,32768,1",
+    "llama3_405b,512,0,2048,1",
 )
 HEADER = (
     "| model | GPUs | trained | context | microbatches | stage 2, GiB | s | stage 3, GiB | s |\n"
@@ -48,9 +51,11 @@ class Args:
     """MODEL,DEVICES,LORA_RANK,CONTEXT,MICROBATCHES, several separated by spaces."""
     target: str = "h100-80gb"
     """GPU, as for zero2jax plan."""
+    attention: str = "blocked"
+    """Or cudnn, which needs its library (pip install nvidia-cudnn-cu12) and no GPU."""
 
 
-def plan_row(row: str, target: str) -> str:
+def plan_row(row: str, target: str, attention: str) -> str:
     """One line of the table: at each stage the peak, in bold where it fits, and the least time of a step."""
     model, *numbers = row.split(",")
     num_devices, rank, context, num_microbatches = map(int, numbers)
@@ -62,7 +67,7 @@ def plan_row(row: str, target: str) -> str:
             "gradient_accumulation_steps": num_microbatches,
             "zero_optimization": {"stage": stage},
         }
-        p = program(model, num_devices * num_microbatches, context, rank)
+        p = program(model, num_devices * num_microbatches, context, rank, attention=attention)
         report = zero2jax.plan(
             p.loss_fn, p.params, p.batch, tx=p.tx, config=config, axes={"data": num_devices}, target=target,
             trainable=p.trainable,
@@ -80,7 +85,7 @@ def plan_row(row: str, target: str) -> str:
 def main(args: Args) -> None:
     print(HEADER, flush=True)
     for row in args.rows:
-        print(plan_row(row, args.target), flush=True)
+        print(plan_row(row, args.target, args.attention), flush=True)
 
 
 if __name__ == "__main__":

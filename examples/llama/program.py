@@ -6,7 +6,8 @@
         --target h100-80gb --set program.lora_rank=16
 
 One row of `context` tokens per device and microbatch: `batch_size` is that of 8 devices with one microbatch. Rows are
-packed, so attention is in blocks, as it is in training on packed rows where there is no cuDNN.
+packed. `--set program.attention=cudnn` compiles cuDNN's kernel in place of attention in blocks, and needs its library
+beside the CUDA compiler, still no GPU: `pip install nvidia-cudnn-cu12`.
 """
 
 from __future__ import annotations
@@ -88,9 +89,10 @@ def program(
     lora_rank: int = 0,
     chunk_tokens: int = 1024,
     saved: str = "nothing_saveable",
+    attention: str = "blocked",
 ) -> zero2jax.Program:
     """A step of fine-tuning a published shape: all parameters, or adapters of a rank beside a base in bf16."""
-    config = dataclasses.replace(config_of(model), lora_rank=lora_rank, saved=saved, attention="blocked")
+    config = dataclasses.replace(config_of(model), lora_rank=lora_rank, saved=saved, attention=attention)
     shapes = param_shapes(config)
     if lora_rank:
         frozen = lambda path, x: (

@@ -36,13 +36,14 @@ from rich.markup import escape
 import zero2jax
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
+from examples import attention
 from examples.llama import weights
 from examples.llama.config import LlamaConfig
 from examples.llama.data import Batches, Rows, end_token, load_rows, load_tokenizer
 from examples.llama.losses import make_loss
 from examples.llama.model import tensor_parallel_specs
 from examples.llama.sampling import make_sampler
-from examples.options import make_optimizer, parse_axes, step_to_resume
+from examples.options import DTYPES, make_optimizer, parse_axes, step_to_resume
 from examples.report import Log, bytes_by_stage, memory_table, read_history, save_figure
 
 # A run without --deepspeed_config does this, on a CPU in fp32. A file may also hold `optimizer`, `scheduler` and more.
@@ -173,6 +174,16 @@ def open_model(args: Args) -> tuple[LlamaConfig, Any, Any]:
     return model, weights.add_adapters(model, params, args.seed), weights.is_adapter
 
 
+def choose_attention(model: LlamaConfig, compute_dtype: str) -> tuple[LlamaConfig, str]:
+    """The model with cuDNN's attention where the GPUs here have it, else in blocks; and in words, which and why."""
+    windows = set(model.windows)
+    if len(windows) > 1:
+        return model, "in blocks, not cuDNN's: layers differ in their windows"
+    sizes = (model.num_heads, model.num_kv_heads, model.head_dim)
+    name, words = attention.choose(DTYPES[compute_dtype], *sizes, packed=True, window=windows.pop())
+    return dataclasses.replace(model, attention=name), words
+
+
 def set_up(args: Args, make_batches: MakeBatches = Batches) -> tuple[Run, zero2jax.TrainState]:
     """Engine, data and the state to start from: the folder's, or restored from a checkpoint."""
     if args.devices:  # before the backend starts; GPUs do not care
@@ -185,6 +196,7 @@ def set_up(args: Args, make_batches: MakeBatches = Batches) -> tuple[Run, zero2j
 
     model, params, trainable = open_model(args)
     config = load_config(args)
+    model, how = choose_attention(model, config.compute_dtype)
     learning_rate = args.learning_rate or (2e-4 if args.lora_rank else 1e-5)
     tx = None if config.optimizer else make_optimizer(learning_rate, args.steps)
     mesh = zero2jax.make_mesh(**parse_axes(args.axes))  # zero2jax
@@ -224,7 +236,8 @@ def set_up(args: Args, make_batches: MakeBatches = Batches) -> tuple[Run, zero2j
     )
     console.print(
         f"{num_params:,} parameters, {trained:,} of them trained, ZeRO stage {engine.stage} over {dict(mesh.shape)} "
-        f"{jax.default_backend()} devices, {batch_size * context:,} tokens per step of {len(rows)} rows"
+        f"{jax.default_backend()} devices, {batch_size * context:,} tokens per step of {len(rows)} rows; "
+        f"attention {how}"
     )
     run = Run(
         args=args,

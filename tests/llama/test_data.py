@@ -116,11 +116,12 @@ def test_batches_go_on_from_one_number():
         ('{"text": 3}', r"line 1: it must be an object .* strings in it are \[\]"),
         ("[1]", r"line 1: it must be an object"),
         ("{", r"line 1: it is no JSON"),
+        ('{"text": "\xff"}', r"line 1: it is no JSON"),  # latin 1
         ("", r"none of them has a token to predict"),
     ],
 )
 def test_data_that_cannot_be_read_is_named(tmp_path, folder, content, message):
-    (tmp_path / "x.jsonl").write_text(content)
+    (tmp_path / "x.jsonl").write_bytes(content.encode("latin1"))
     with pytest.raises(data.DataError, match=message):
         data.load_rows(folder, tmp_path / "x.jsonl", 6)
 
@@ -128,9 +129,10 @@ def test_data_that_cannot_be_read_is_named(tmp_path, folder, content, message):
 def test_files_that_are_not_there_are_named(tmp_path, folder):
     with pytest.raises(data.DataError, match=r"nothing: no such file or folder\. Give it with --data"):
         data.load_rows(folder, tmp_path / "nothing", 6)
-    (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(data.DataError, match=r"reading .*tokenizer\.json: "):
-        data.load_tokenizer(folder)
+    for content, message in (("{", "it is no JSON"), ("{}", "it holds no tokenizer, which has a `model`")):
+        (folder / "tokenizer.json").write_text(content)
+        with pytest.raises(data.DataError, match=rf"reading .*tokenizer\.json: {message}"):
+            data.load_tokenizer(folder)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(data.DataError, match=r"tokenizer\.json: no such file"):
         data.load_tokenizer(folder)

@@ -8,7 +8,8 @@ import llama_oracle as oracle
 import numpy as np
 import pytest
 
-from examples.llama import losses, model, program, weights
+from examples import attention, cross_entropy
+from examples.llama import model, program, weights
 from examples.llama.config import ConfigError, config_json, read_config
 from examples.llama.weights import NAMES, load_folder, path_name
 
@@ -43,7 +44,8 @@ def test_logits_equal_those_of_numpy(name, monkeypatch):
         oracle.logits(fields, tensors, tokens[i], *(x[i] for x in packing.values()))
         for i in range(len(tokens))
     ]
-    monkeypatch.setattr(model, "BLOCK_ELEMENTS", 4 * NUM_TOKENS)  # 4 blocks of 4 queries, the last of 2
+    # 4 blocks of 4 queries, the last of 2
+    monkeypatch.setattr(attention, "SCORE_ELEMENTS", 4 * NUM_TOKENS * config.num_heads * 2)
     found = jax.jit(lambda p: model.apply(config, p, tokens, **packing))(params)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
@@ -53,10 +55,12 @@ def test_attention_in_blocks_equals_that_of_jax_and_so_do_its_gradients(monkeypa
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (jax.random.normal(key, (2, 11, heads, 8)) for key, heads in zip(keys, (6, 2, 2)))
     segments = jnp.array([[1] * 4 + [2] * 7, [1] * 11])
-    monkeypatch.setattr(model, "BLOCK_ELEMENTS", 33)  # 4 blocks of 3 queries, the last of 2
+    # 3 blocks of 4 queries, the last of 3
+    monkeypatch.setattr(attention, "SCORE_ELEMENTS", 5 * 11 * 6 * 2)
 
     def run(implementation):
-        f = lambda *qkv: jnp.sum(jnp.sin(model.attention(*qkv, segments, 5, implementation)))
+        how = {"segments": segments, "window": 5, "implementation": implementation}
+        f = lambda *qkv: jnp.sum(jnp.sin(attention.attention(*qkv, **how)))
         return jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2)))(q, k, v)
 
     found, expected = run("blocked"), run("xla")
@@ -76,7 +80,7 @@ def test_chunked_cross_entropy_equals_the_plain_one_and_so_do_its_gradients(chun
         return -(weights * jnp.take_along_axis(logs, targets[..., None], -1)[..., 0]).sum() * 3
 
     def chunked(hidden, head):
-        return losses.chunked_cross_entropy(hidden, head, targets, weights, chunk_tokens) * 3
+        return cross_entropy.chunked_cross_entropy(hidden, head, targets, weights, chunk_tokens) * 3
 
     found, expected = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(hidden, head) for f in (chunked, plain))
     # fp32 sums over 19 logits and 14 tokens
@@ -86,7 +90,7 @@ def test_chunked_cross_entropy_equals_the_plain_one_and_so_do_its_gradients(chun
 def test_logits_of_chunked_cross_entropy_never_exist_whole():
     hidden, head = jax.ShapeDtypeStruct((4, 64, 8), jnp.float32), jax.ShapeDtypeStruct((512, 8), jnp.float32)
     targets, weights = (jax.ShapeDtypeStruct((4, 64), dtype) for dtype in (jnp.int32, jnp.float32))
-    step = jax.jit(jax.grad(lambda *args: losses.chunked_cross_entropy(*args, 16), argnums=(0, 1)))
+    step = jax.jit(jax.grad(lambda *args: cross_entropy.chunked_cross_entropy(*args, 16), argnums=(0, 1)))
     largest = max(x.size for x in _values(jax.make_jaxpr(step)(hidden, head, targets, weights).jaxpr))
     assert largest == 16 * 512  # one chunk's logits; all of them would be 131,072
 

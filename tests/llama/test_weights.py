@@ -262,3 +262,21 @@ def test_files_that_are_cut_short_or_missing_are_named(tmp_path, folder):
     (out / weights.INDEX).unlink()
     with pytest.raises(zero2jax.CheckpointError, match=r"model\.safetensors"):
         weights.open_folder(out)
+
+
+def test_adapters_train_alike_on_one_device_and_at_stages_2_and_3(folder):
+    config, lazy = weights.open_folder(folder)
+    config = dataclasses.replace(config, lora_rank=2)
+    params = weights.add_adapters(config, lazy, base_dtype=np.float32)
+    batch, loss_fn = batch_of(config), make_loss(config, chunk_tokens=8)
+    losses = {}
+    for stage in (0, 2, 3):
+        mesh = zero2jax.make_mesh(data=2 if stage else 1)
+        engine = zero2jax.Engine(loss_fn, TX, mesh, stage=stage, precision=FP32, trainable=weights.is_adapter)
+        state, losses[stage] = engine.init(params, batch=batch), []
+        for _ in range(2):
+            state, metrics = engine.step(state, batch)
+            losses[stage].append(float(metrics["loss"]))
+    assert losses[0][1] < losses[0][0] - 0.01
+    for found in losses.values():
+        assert found == pytest.approx(losses[0], rel=1e-5)

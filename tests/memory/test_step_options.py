@@ -71,7 +71,9 @@ def test_an_option_that_the_compiler_lacks_is_named_before_the_step_is_compiled(
     assert f"{UNKNOWN} = True: INVALID_ARGUMENT: No such compile option" in str(error.value)
     assert "xla_gpu_autotune_level = 'many': " in str(error.value)
     assert not state.params["w"].is_deleted()
-    with pytest.raises(ValueError, match="there is no preset 'fast', only latency, memory, deterministic"):
+    with pytest.raises(
+        ValueError, match="there is no preset 'fast', only latency, memory, once, deterministic"
+    ):
         engine_of(compiler_options="fast")
 
 

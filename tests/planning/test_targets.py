@@ -111,6 +111,20 @@ def test_every_card_compiles_a_matrix_product_and_a_sum_over_devices(name):
     assert "all-reduce" in compiled.as_text()
 
 
+@needs_compiler
+@pytest.mark.cuda_compiler
+@pytest.mark.parametrize("devices_per_host", [8, 64])
+def test_a_scalar_is_summed_over_64_devices_of_several_domains(devices_per_host):
+    mesh = target_mesh(TARGETS["h100-80gb"], {"data": 64}, devices_per_host)
+    x = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    step = jax.shard_map(
+        lambda x: jax.lax.psum(x.sum(), "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+    )
+    text = jax.jit(step).lower(x).compile().as_text()  # with one domain of 64 the compiler ends the process
+    assert "all-reduce" in text
+    assert "triton_collective" not in text  # a kernel that only peers in one domain can run
+
+
 def test_a_target_can_be_changed():
     small = dataclasses.replace(TARGETS["cpu"], memory_bytes=1000)
     assert get_target(small) is small

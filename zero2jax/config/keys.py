@@ -70,7 +70,7 @@ _IMPLEMENTED = {
             "data_types.grad_accum_dtype": "dtype of the gradient accumulator, every stage; null = that of the masters",
             "data_types.param_dtype": "must agree with fp16 and bf16",
             "memory_breakdown": "bytes in use and their peak in the metrics of each step",
-            "xla_preset": "not DeepSpeed's: XLA's options of the step, latency, memory or deterministic",
+            "xla_preset": "not DeepSpeed's: XLA's options of the step, latency, memory, once or deterministic",
             "steps_per_print": "a line every so many steps: loss, learning rate, gradient norm, throughput",
             "timers.throughput.enabled": "whether samples and tokens per second are in that line",
             "wall_clock_breakdown": "a line of times, of devices, loop and offloading, and the same to the monitors",

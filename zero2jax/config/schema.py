@@ -338,7 +338,7 @@ class Config:
     log_level: str | None = setting(None, optional(text()))
     dataloader_drop_last: bool = setting(False, boolean())
     vocabulary_size: int | None = setting(None, optional(integer(1)))
-    xla_preset: str | None = setting(None, optional(choice("latency", "memory", "deterministic")))
+    xla_preset: str | None = setting(None, optional(choice("latency", "memory", "once", "deterministic")))
     memory: Memory = field(default_factory=Memory, metadata=block(Memory))
     flops_profiler: FlopsProfiler = field(default_factory=FlopsProfiler, metadata=block(FlopsProfiler))
     tensorboard: FileMonitor = field(default_factory=FileMonitor, metadata=block(FileMonitor))

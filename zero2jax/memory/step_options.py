@@ -6,6 +6,7 @@ those of a preset that it refuses are left out and named in a warning, those tha
 
     latency         hide communication behind products; the defaults of stages 2 and 3 come near (`zero.schedule`)
     memory          fewer buffers at the same time, for communication that is waited for
+    once            nothing is computed or communicated again that the model does not checkpoint
     deterministic   the same bits from run to run: no atomics, no choice of kernels by timing
 
 What each does to a step is measured in `docs/memory.md`. Numbers depend on none but `deterministic`, which may choose
@@ -43,6 +44,8 @@ _ON_GPU: dict[str, Options] = {
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
         "xla_gpu_all_reduce_combine_threshold_bytes": 0,
     },
+    # near its limit the compiler repeats collectives too, several times the bytes for a percent of the memory
+    "once": {"xla_disable_hlo_passes": "rematerialization"},
     "deterministic": {
         "xla_gpu_enable_scatter_determinism_expander": True,
         # and kernels by a table, not by timing: refused where there is no GPU whose table that could be
@@ -53,6 +56,7 @@ _ON_GPU: dict[str, Options] = {
 _ON_CPU: dict[str, Options] = {
     "latency": {"xla_cpu_enable_concurrency_optimized_scheduler": True},
     "memory": {"xla_cpu_enable_concurrency_optimized_scheduler": False},
+    "once": {},  # it repeats nothing
     "deterministic": {},  # its programs are
 }
 PRESETS = tuple(_ON_GPU)

@@ -27,6 +27,7 @@ MEMORY_FRACTION = 0.94  # the rest is left to the CUDA context, NCCL, cuDNN and 
 DEVICES_PER_HOST = 8
 EFFICIENCY = 0.8  # of peak and of link rate, as measured; see above
 MEMORY_EFFICIENCY = 0.83  # of the memory's rate
+_MOST_IN_DOMAIN = 32
 CUDA_PACKAGES = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
 
 
@@ -263,16 +264,18 @@ def _compile_only_devices(target: Target, count: int, devices_per_host: int) -> 
             f"driver needed) cannot be found. Install it with: pip install 'zero2jax[plan]' (the jax- packages in "
             f"jax's own version, {jax.__version__}). Without it, target 'cpu' still gives exact sizes of the state."
         )
-    hosts, left_over = divmod(count, devices_per_host)
     if count < devices_per_host:
-        hosts, devices_per_host = 1, count
-    elif left_over:
+        devices_per_host = count
+    elif count % devices_per_host:
         raise ValueError(
             f"laying out {count} devices of target {target.name!r} over hosts of {devices_per_host}: they do not "
             f"fill all of their hosts. Choose axes whose product is a multiple of {devices_per_host}, or other hosts."
         )
+    # NVLink domains x hosts of one x devices. In a domain XLA sums scalars by a kernel of its own, which its compiler
+    # aborts on from 64 devices on: a larger host is told to it as several.
+    domain = max(n for n in range(1, _MOST_IN_DOMAIN + 1) if devices_per_host % n == 0)
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=target.config_text(), topology=f"1x{hosts}x{devices_per_host}"
+        platform="cuda", target_config=target.config_text(), topology=f"{count // domain}x1x{domain}"
     )
     return list(topology.devices)
 
