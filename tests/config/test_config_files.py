@@ -48,7 +48,7 @@ LOADS = {
             "optimizer.params.bias_correction": False,
         },
         [],
-        ["prescale_gradients"],
+        [],
     ),
     "hf_zero2_auto": (
         {
