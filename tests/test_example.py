@@ -250,15 +250,14 @@ def test_train_on_one_device_with_its_optimizer_on_the_host(tmp_path, text):
 
 
 def test_train_stops_on_request_and_resumes_bitwise_with_its_data(tmp_path, text, monkeypatch):
-    config = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}, "zero_optimization": {"stage": 2}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    """In float16 by the file that asks for it: steps that overflow, and the loss scale, are resumed too."""
 
     def args(name, **changes):
         folder = tmp_path / name
         paths = {
             "out": folder,
             "checkpoints": folder / "checkpoints",
-            "deepspeed_config": tmp_path / "config.json",
+            "deepspeed_config": ROOT / "configs" / "stage2_fp16_loss_scale.json",
         }
         return train.Args(
             steps=4, axes="data=4", text=text, report=False, save_every=2, **{**paths, **changes}
@@ -266,9 +265,12 @@ def test_train_stops_on_request_and_resumes_bitwise_with_its_data(tmp_path, text
 
     def losses(name):
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        return {row["step"]: (row["loss"], row["held_out_loss"]) for row in rows}
+        return {row["step"]: (row["loss"], row["held_out_loss"], row["applied"]) for row in rows}
 
     train.main(args("whole"))
+    *_, before, (_, after, applied) = losses("whole").values()
+    assert applied
+    assert after < before[1]
     assert zero2jax.Checkpointer(tmp_path / "whole" / "checkpoints").all_steps() == [2, 4]
     with monkeypatch.context() as patch:
         patch.setattr(zero2jax.Preemption, "should_stop", lambda self, step: step == 3)

@@ -45,7 +45,7 @@ LOADS = {
             "optimizer.params.betas": (0.9, 0.999),
             "optimizer.params.bias_correction": False,
         },
-        ["prescale_gradients"],
+        [],
     ),
     "hf_zero2_auto": (
         {

@@ -15,6 +15,7 @@ FROZEN = {
         zero_optimization.offload_param.device
         train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer.type
         scheduler.type gradient_clipping communication_data_type bf16.enabled
+        prescale_gradients gradient_predivide_factor
         bf16.check_grad_overflow gradient_allreduce_op
         bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states fp16.fp16_master_weights_and_grads
         fp16.enabled fp16.loss_scale fp16.initial_scale_power fp16.loss_scale_window
@@ -65,7 +66,7 @@ FROZEN = {
         zero_optimization.offload_param.max_in_cpu
         zero_optimization.offload_optimizer.cpuadam_cores_perc optimizer.legacy_fusion zero_allow_untested_optimizer
         zero_force_ds_cpu_optimizer fp16.auto_cast bf16.immediate_grad_update data_types.buffer_dtype
-        prescale_gradients gradient_predivide_factor seq_parallel_communication_data_type
+        seq_parallel_communication_data_type
         sparse_gradients disable_allgather graph_harvesting
         flops_profiler.recompute_fwd_factor log_level dataloader_drop_last vocabulary_size
         timers.throughput.synchronized checkpoint.tag_validation checkpoint.load_universal

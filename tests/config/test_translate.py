@@ -175,6 +175,17 @@ def test_the_fp16_block_becomes_a_loss_scale():
     assert (words["loss scale"], words["non-finite gradients"]) == ("static 128", "the step is skipped")
 
 
+def test_what_is_divided_before_the_sum_is_as_in_deepspeed():
+    def predivide(num=4, **raw):
+        config = read_config({"zero_optimization": {"stage": 2, "reduce_scatter": False}, **raw})
+        return translate(config, num, shards_from="").step.precision.predivide
+
+    assert predivide() is predivide(gradient_predivide_factor=1.0) is None
+    assert predivide(gradient_predivide_factor=2) == 2
+    assert predivide(prescale_gradients=True, gradient_predivide_factor=2) == 4  # of all devices
+    assert predivide(None, prescale_gradients=True) is None  # their number is not known yet
+
+
 def test_masters_and_moments_of_16_bits_are_asked_for_by_their_switches():
     def precision(**raw):
         return translate(read_config(raw), shards_from="").step.precision

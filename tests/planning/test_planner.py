@@ -265,7 +265,7 @@ def test_notes_say_what_was_ignored_and_what_is_not_known():
         ({"memory_fraction": 1.5}, "planning with memory_fraction=1.5"),
         (
             {"target": dataclasses.replace(TARGETS["cpu"], name="old", has_bf16=False), "config": None},
-            "planning for old: it has no bf16 arithmetic",
+            r"planning for old: it has no bf16 arithmetic, .* Compute in fp16 or fp32 there \(the `fp16` block",
         ),
     ],
 )

@@ -4,12 +4,16 @@ fixed order, the number of devices."""
 import functools
 import math
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import spawn
 
 import zero2jax
 from zero2jax.zero import collectives
@@ -123,6 +127,115 @@ def test_sums_in_order_over_groups_beside_a_model_axis():
     both = run(precision=zero2jax.Precision("fp32", fp32_sum=True)), run(precision="fp32")
     for x, y in zip(*map(jax.tree.leaves, both), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+# --- the mean of a gradient, beside NumPy ---
+
+ROWS = 32
+UNITS = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+LINEAR = {"w": np.zeros((6, 5), np.float32)}
+
+
+def linear_batch(draw):
+    return {"x": draw((ROWS, 6)).astype(np.float32), "y": draw((ROWS, 5)).astype(np.float32)}
+
+
+def linear(params, batch):
+    """Its gradient is the mean over rows of `x` times `y`."""
+    w = params["w"]
+    product = batch["x"].astype(w.dtype) @ w
+    return jnp.sum(product.astype(jnp.float32) * batch["y"]) / len(batch["y"])
+
+
+def assert_mean_gradient(engine, batch, unit):
+    """SGD of rate 1 from 0: within one rounding per operation, ROWS products and sums and a few divisions."""
+    state, _ = engine.step(engine.init(LINEAR), batch)
+    each = np.einsum("bi,bj->bij", *(batch[name].astype(np.float64) for name in "xy"))
+    bound = (ROWS + 8) * unit * np.abs(each).mean(0)
+    error = np.abs(np.asarray(engine.params(state)["w"], np.float64) + each.mean(0))
+    assert (error <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize(("stage", "num_microbatches"), [(2, 1), (1, 2), (3, 4), (0, 8)])
+def test_accumulated_gradients_are_those_of_one_batch(stage, num_microbatches, dtype):
+    engine = zero2jax.Engine(
+        linear,
+        optax.sgd(1.0),
+        zero2jax.make_mesh(data=4),
+        stage=stage,
+        num_microbatches=num_microbatches,
+        precision=dtype,
+        loss_scale=2.0**4 if dtype == "fp16" else None,
+    )
+    assert_mean_gradient(engine, linear_batch(lambda shape: RNG.normal(size=shape)), UNITS[dtype])
+    # sums of small whole numbers are exact, whatever their order, but for means over three parts of a batch
+    exact = dtype == "fp32" or num_microbatches <= 2
+    whole = linear_batch(lambda shape: RNG.integers(-3, 4, shape))
+    assert_mean_gradient(engine, whole, 0.0 if exact else UNITS[dtype])
+
+
+@pytest.mark.parametrize("predivide", [None, 1, 2, 4])
+def test_a_divisor_before_the_sum_moves_the_range_of_what_travels(predivide):
+    """Four devices' equal gradients in float16 as in NumPy: large ones overflow in the sum, small ones before it."""
+    precision = zero2jax.Precision("fp32", reduce_dtype="fp16", predivide=predivide)
+    mesh = zero2jax.make_mesh(data=4)
+    engine = zero2jax.Engine(linear, optax.sgd(1.0), mesh, precision=precision, loss_scale=1.0)
+    factor = np.float16(predivide or 4)  # with a loss scale all of the division comes first
+    for value, comes_through in ((1.0, {None, 1, 2, 4}), (200.0, {None, 4}), (2.0**-12, {1})):
+        batch = linear_batch(lambda shape, value=value: np.full(shape, value))
+        state, metrics = engine.step(engine.init(LINEAR), batch)
+        with np.errstate(over="ignore"):
+            total = np.sum([np.float16(value**2) / factor] * 4, dtype=np.float16)
+        assert bool(metrics["applied"]) == np.isfinite(total)
+        expected = np.float32(total) * (factor / 4) if np.isfinite(total) else 0.0
+        np.testing.assert_array_equal(engine.params(state)["w"], np.full((6, 5), -expected, np.float32))
+        assert (expected == value**2) == (predivide in comes_through)
+
+
+def test_a_divisor_without_a_loss_scale_leaves_the_mean_as_it_is():
+    precision = zero2jax.Precision("fp32", reduce_dtype="bf16", predivide=3.0)
+    engine = zero2jax.Engine(linear, optax.sgd(1.0), zero2jax.make_mesh(data=4), precision=precision)
+    assert_mean_gradient(engine, linear_batch(lambda shape: RNG.normal(size=shape)), UNITS["bf16"])
+    with pytest.raises(ValueError, match="predivide is 0; it must be a number above 0"):
+        zero2jax.Precision(predivide=0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_microbatches_are_added_in_the_accumulation_dtype(stage):
+    """What the loop over microbatches of the lowered program carries: full gradients below stage 2, else shards."""
+    shape = "6x5" if stage < 2 else "2x5"
+    for dtype, others in (("bf16", "f32"), ("fp32", "bf16")):
+        engine = zero2jax.Engine(
+            linear,
+            optax.sgd(1.0),
+            zero2jax.make_mesh(data=3),
+            stage=stage,
+            num_microbatches=2,
+            precision=zero2jax.Precision("bf16", accumulate_dtype=dtype),
+        )
+        engine.abstract_state(LINEAR)
+        batch = jax.tree.map(lambda x: x[:30], linear_batch(lambda shape: np.zeros(shape)))
+        carried = re.findall(r"stablehlo\.while\(.*?\) : (.*)", engine.lower(batch).as_text())
+        assert carried, engine.lower(batch).as_text()
+        assert any(f"tensor<{shape}x{dtype.replace('fp', 'f')}>" in types for types in carried)
+        assert not any(f"tensor<{shape}x{others}>" in types for types in carried if stage >= 2)
+
+
+def test_the_mean_of_64_devices_in_bf16_beside_float64():
+    """In order, a tree of six levels in fp32; in bf16, a rounding per addition. What the page on numbers prints."""
+    program = Path(__file__).parents[1] / "benchmarks" / "numerics.py"
+    done = subprocess.run(
+        [sys.executable, str(program), "--only", "mean"],
+        env=spawn.environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = dict(re.findall(r"^  (reduce-scatter|fp32_sum).* (\S+)$", done.stdout, re.MULTILINE))
+    assert float(found["fp32_sum"]) < 6 * 2**-24
+    assert float(found["reduce-scatter"]) > 1e-3
 
 
 def test_between_groups_16_bits_travel_too():

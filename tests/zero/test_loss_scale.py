@@ -38,6 +38,9 @@ def engine_of(stage=2, num_devices=3, loss_fn=loss, **settings):
     return zero2jax.Engine(loss_fn, optax.adam(0.1), mesh, stage=stage, **settings)
 
 
+EVERY = np.arange(48)
+
+
 def with_factor(value, row):
     return {**BATCH, "factor": np.where(np.arange(48) == row, np.float32(value), np.float32(1))}
 
@@ -151,23 +154,33 @@ def test_a_step_that_overflows_is_skipped(stage, num_microbatches):
         stage, precision="fp16", num_microbatches=num_microbatches, loss_scale=scale, clip_norm=1.0
     )
     state = engine.init(PARAMS)
-    # (factor, its row, scale of the step): rows 0, 20 and 47 are in slices of different devices and microbatches
-    sequence = [(1, 0, 256), (np.inf, 20, 256), (1, 0, 128), (-np.inf, 47, 128), (np.nan, 0, 64), (1, 0, 32)]
-    sequence += [(1, 0, 32), (1, 0, 32), (1, 0, 64)]
+    # (factor, its row, scale of the step): rows 0, 20 and 47 are in slices of different devices and microbatches, and
+    # `EVERY` row is in all of them. A factor of 0 makes gradients of zeros, which are finite and count.
+    sequence = [
+        (0, EVERY, 256),
+        (np.inf, 20, 256),
+        (1, 0, 128),
+        (-np.inf, 47, 128),
+        (np.nan, 0, 64),
+        (1, 0, 32),
+    ]
+    sequence += [(1, 0, 32), (1, 0, 32), (1, 0, 64), (0, EVERY, 64), (1, 0, 128)]
+    sequence += [(np.inf, EVERY, 128), (-np.inf, EVERY, 64), (np.nan, EVERY, 32), (1, 0, 16)]
     applied = 0
     for i, (factor, row, expected) in enumerate(sequence):
         before = jax.tree.map(np.asarray, (state.params, state.opt_state))
         state, metrics = engine.step(state, with_factor(factor, row))
         after = jax.tree.map(np.asarray, (state.params, state.opt_state))
-        finite = factor == 1
+        finite = bool(np.isfinite(factor))
         applied += finite
+        assert (float(metrics["grad_norm"]) == 0) == (factor == 0)
         assert bool(metrics["applied"]) == finite
         assert float(metrics["loss_scale"]) == expected
         assert int(metrics["num_skipped"]) == i + 1 - applied
         assert int(state.step) == i + 1  # batches that were seen
         assert int(state.opt_state[0].count) == applied
         same = [np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (before, after)), strict=True)]
-        assert all(same) != finite
+        assert all(same) != finite  # the optimizer's count is among them
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(after))
 
 
@@ -228,10 +241,14 @@ def test_accumulated_in_float16_weights_do_not_count_against_its_range(stage):
     np.testing.assert_allclose(*results, rtol=5e-3)
 
 
+SPECS = {"embed": jax.P(None, "model"), "layers": jax.P(), "empty": jax.P()}
+
+
 def layered_loss(params, batch):
     """`spike` times one column of the first matrix: alone of all gradients that column's may overflow."""
     x = batch["x"].astype(params["embed"].dtype)
     h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ params["embed"], params["layers"])
+    h = h + jnp.sum(params["empty"])  # of no elements
     spike = jnp.mean(params["embed"][:, -1].astype(jnp.float32)) * jnp.mean(batch["spike"])
     return jnp.mean((h.sum(1).astype(jnp.float32) - batch["y"]) ** 2) + spike
 
@@ -241,7 +258,10 @@ def layered_loss(params, batch):
     [
         ({"replica": 2, "data": 2}, {"shard_over_replicas": True, "stage": 2}),
         ({"replica": 2, "data": 2}, {"stage": 3}),
-        ({"data": 2, "model": 2}, {"param_specs": {"embed": jax.P(None, "model"), "layers": jax.P()}}),
+        (
+            {"data": 2, "model": 2},
+            {"param_specs": SPECS},
+        ),
         ({"data": 3}, {"activations": zero2jax.ActivationSettings(policy="nothing"), "stage": 3}),
     ],
     ids=["over all groups", "groups", "model axis", "remat"],
@@ -251,6 +271,7 @@ def test_an_overflow_anywhere_skips_the_step_everywhere(mesh, settings):
     params = {
         "embed": np.linspace(-1, 1, 28, dtype=np.float32).reshape(7, 4),
         "layers": np.stack([np.eye(4, dtype=np.float32)] * 2),
+        "empty": np.zeros((0, 4), np.float32),
     }
     engine = zero2jax.Engine(
         layered_loss,
@@ -259,7 +280,7 @@ def test_an_overflow_anywhere_skips_the_step_everywhere(mesh, settings):
         precision="fp16",
         num_microbatches=2,
         loss_scale=LossScale(initial=2.0**8, hysteresis=1),
-        layer_dims={"embed": 0, "layers": 1},
+        layer_dims={"embed": 0, "layers": 1, "empty": 0},
         **settings,
     )
     state = engine.init(params)
@@ -277,13 +298,33 @@ def test_an_overflow_anywhere_skips_the_step_everywhere(mesh, settings):
     assert (float(state.loss_scale.scale), int(metrics["num_skipped"])) == (2.0**7, 1)
 
 
+def test_gradients_are_clipped_without_the_scale_that_they_have_and_at_a_doubling_too():
+    """SGD of rate 1 moves by the clipped gradient: clipped before they are unscaled, it would be a 256th of it."""
+    scale = LossScale(initial=2.0**8, window=1)
+    mesh = zero2jax.make_mesh(data=2)
+    engine = zero2jax.Engine(loss, optax.sgd(1.0), mesh, precision="fp16", loss_scale=scale, clip_norm=0.125)
+    state, before, scales = engine.init(PARAMS), PARAMS, []
+    gradient = jax.jit(jax.grad(loss))
+    for _ in range(3):
+        grads = gradient(before, BATCH)
+        norm = optax.tree.norm(grads)
+        assert norm > 0.125
+        state, metrics = engine.step(state, BATCH)
+        after = jax.tree.map(np.asarray, engine.params(state))
+        scales.append(float(metrics["loss_scale"]))
+        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=5e-3)  # computed in float16
+        for name, grad in grads.items():
+            np.testing.assert_allclose(before[name] - after[name], 0.125 * grad / norm, atol=2e-3)
+        before = after
+    assert scales == [256, 256, 512]
+
+
 def test_a_line_search_is_refused_where_its_gradients_would_be_scaled():
     engine = zero2jax.Engine(
         loss, optax.lbfgs(), zero2jax.make_mesh(data=2), precision="fp16", loss_scale=2.0**8
     )
-    state = engine.init(PARAMS)
     with pytest.raises(ValueError, match=r"gradient at other parameters .* loss scale \(static 256\)"):
-        engine.step(state, BATCH)
+        engine.init(PARAMS)
 
 
 def test_gradients_travel_in_float16_and_leaves_kept_in_fp32_do_not():

@@ -272,6 +272,20 @@ def test_what_is_stored_is_part_of_what_processes_and_checkpoints_compare():
     ]
 
 
+@pytest.mark.parametrize("made", [False, True])
+def test_parameters_beyond_float16_are_refused(made):
+    params = {
+        **PARAMS,
+        "kept": PARAMS["kept"] * 1e6,
+        "w": PARAMS["w"] * 65536,
+        "frozen": PARAMS["frozen"] * 1e6,
+    }
+    engine = engine_of(dataclasses.replace(BF16, master_dtype="fp16", state_dtype="fp32"))
+    with pytest.raises(ValueError, match="'w' holds 65536, and its master is to be stored in float16"):
+        engine.init((lambda: params) if made else params)
+    engine.init({**params, "w": PARAMS["w"] * 65504})
+
+
 def test_float16_masters_stop_at_the_largest_number():
     """An update of 1e5 from 0 does not fit; what is not a number stays so."""
     new = {"w": jnp.array([1e5, -1e5, 1.5, jnp.nan], jnp.float32)}

@@ -1,5 +1,6 @@
 """What the engine asks of an optax transformation. Nothing here knows which optimizer it is."""
 
+import contextlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -109,6 +110,34 @@ def update(
                 raise
             chosen = changed
     raise AssertionError("each turn takes or leaves an argument")
+
+
+def takes_gradients(tx: optax.GradientTransformationExtraArgs, opt_state: PyTree, params: PyTree) -> bool:
+    """Whether an update takes gradients at other parameters than its own, as line searches do; from shapes.
+
+    False where it cannot be told, since the update asks for what only a step is given.
+    """
+    taken = []
+
+    @jax.custom_vjp
+    def value_fn(params: PyTree) -> jax.Array:
+        return jnp.float32(0)
+
+    def forward(params: PyTree) -> tuple[jax.Array, PyTree]:
+        taken.append(True)
+        return jnp.float32(0), params
+
+    value_fn.defvjp(forward, lambda params, _: (jax.tree.map(jnp.zeros_like, params),))
+
+    def traced(opt_state: PyTree, params: PyTree) -> PyTree:
+        grad_fn = lambda params, *_: jax.grad(value_fn)(params)
+        functions = {"value_fn": value_fn, "obj_fn": value_fn, "grad_fn": grad_fn}
+        offered = {"value": jnp.float32(0), "grad": params, **functions}
+        return update(tx, params, opt_state, params, given={}, offered=offered)
+
+    with contextlib.suppress(KeyError, TypeError, ValueError):  # the step says what it lacks
+        jax.eval_shape(traced, opt_state, params)
+    return bool(taken)
 
 
 def learning_rate(opt_state: PyTree) -> jax.Array | None:

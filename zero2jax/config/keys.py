@@ -33,7 +33,6 @@ def _table(treatment: Treatment, rows: dict[str, str], prefix: str = "") -> dict
 _COMPILER = "the compiler plans buffers, there is no pool to tune"
 _STAGE3 = "gathers follow the program and its remat policy, not a size"
 _POINT_OF_USE = "parameters are gathered where they are used, modules are unknown"
-_DIVISION = "without reduce-scatter the mean is the same, only the order of the division differs"
 _TORCH = "chooses between torch implementations of the same update"
 _WITH_NVME = "belongs to the device nvme, which offload_param does not have here"
 _CHECKPOINT = "the step writes no checkpoint"
@@ -54,6 +53,8 @@ _IMPLEMENTED = {
             "scheduler.type": "an optax schedule, advanced once per applied step",
             "gradient_clipping": "clip by global norm; 0.0 = none, also when absent (DeepSpeed 0.19.3: 1.0)",
             "communication_data_type": "dtype of the gradient reduction; null follows fp16/bf16, else fp32",
+            "prescale_gradients": "gradients are divided by the number of devices before their sum, not after",
+            "gradient_predivide_factor": "they are divided by it before their sum, and by what is left after",
             "bf16.bf16_master_weights_and_grads": "bf16 masters, rounded stochastically, and accumulated gradients",
             "bf16.bf16_optimizer_states": "bf16 moments, rounded stochastically",
             "bf16.enabled": "bf16 compute over fp32 masters; false and no fp16: plain fp32",
@@ -286,8 +287,6 @@ _NO_EFFECT = {
             "fp16.auto_cast": "a loss function casts its batch itself, to the dtype of the parameters it gets",
             "bf16.immediate_grad_update": "gradients join the accumulator in the backward pass as compiled",
             "data_types.buffer_dtype": "arrays that are no parameters keep their dtype",
-            "prescale_gradients": _DIVISION,
-            "gradient_predivide_factor": _DIVISION,
             "seq_parallel_communication_data_type": "there is no sequence parallelism here",
             "sparse_gradients": "gradients are dense",
             "disable_allgather": "parameters are always all-gathered",

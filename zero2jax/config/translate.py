@@ -121,6 +121,7 @@ def translate(
                 "bf16" if config.bf16.enabled and config.bf16.bf16_optimizer_states else "fp32"
             ],
             quantize=_quantize(zero),
+            predivide=_predivide(config, num_batch_shards),
         ),
         clip_norm=config.gradient_clipping or None,
         reduction=config.gradient_allreduce_op,
@@ -144,6 +145,14 @@ def translate(
         memory=config.memory.settings,
         activations=activations_of(config),
     )
+
+
+def _predivide(config: Config, num_batch_shards: int | None) -> float | None:
+    """What gradients are divided by before their sum: `prescale_gradients` is all of the division, and wins."""
+    if config.prescale_gradients and num_batch_shards is not None:
+        return num_batch_shards
+    factor = config.gradient_predivide_factor
+    return None if config.prescale_gradients or factor == 1.0 else factor
 
 
 def _masters(config: Config) -> str:

@@ -81,9 +81,16 @@ class GradientSettings:
         return self.gradient_dtype(i) if self.step.at_use else self.precision.summed(self.plan.leaves[i])
 
     @property
+    def predivide(self) -> float:
+        """What gradients are divided by before they are summed over the devices."""
+        if self.precision.predivide is not None:
+            return self.precision.predivide
+        return 1.0 if self.step.loss_scale is None else float(self.num_batch_shards)
+
+    @property
     def uses(self) -> list[Use]:
         """How each leaf is gathered for the loss, and its gradient reduced."""
-        prescale = 1.0 if self.step.loss_scale is None else 1 / self.num_batch_shards
+        prescale = 1 / self.predivide
         uses = [
             use_of_leaf(leaf, self.compute_dtype(i), self.precision.reduce(leaf), self.axis_name)
             for i, leaf in enumerate(self.plan.leaves)

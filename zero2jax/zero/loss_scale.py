@@ -95,6 +95,14 @@ class LossScale:
             return value
         return cls(initial=value, dynamic=False)
 
+    def unjudged(self) -> ValueError:
+        """The refusal of an optimizer that takes gradients which no verdict looks at."""
+        return ValueError(
+            f"reading the optimizer: it asks for the gradient at other parameters than the step's own, as line "
+            f"searches do, and would not notice if one overflowed at the loss scale ({self.words}). Compute in bf16 or "
+            f"fp32, without a loss scale, or take another optimizer."
+        )
+
     def _refuse(self, name: str, value: Any, rule: str) -> None:
         raise ValueError(f"reading the loss scale: {name} is {value!r}; it must be {rule}.")
 

@@ -37,11 +37,35 @@ def first_state(
 ) -> TrainState:
     """The state before the first step, from full parameters or a function that makes them."""
     make = make_params if is_function(params) else place_params
-    placed = make(params, layout, mesh, keep)
+    placed = make(params, layout, mesh, _keep_finite(params, layout, keep))
     opt_state = first_opt_state(placed)
     first = functools.partial(layout.first_scalars, seed)
     step, rng, loss_scale = jax.jit(first, out_shardings=replicated(mesh))()
     return TrainState(step=step, params=placed, opt_state=opt_state, rng=rng, loss_scale=loss_scale)
+
+
+def _keep_finite(params: PyTree | Callable[[], PyTree], layout: Layout, keep: Keep) -> Keep:
+    """`keep`, but that a float16 master which is infinite there is a ValueError: every process sees the same one."""
+
+    def kept(position: int, x: jax.Array) -> Any:
+        leaf, trainable = layout.params.leaves[position - 1], layout.trainable[position - 1]
+        if trainable and leaf.dtype == jnp.float16 and jax.jit(lambda x: jnp.isinf(x).any())(x):
+            raise ValueError(
+                f"making the state: {leaf.path!r} holds {_largest(params, position - 1)}, and its master is to be "
+                f"stored in float16, which ends at 65504. Store masters in fp32 or bf16 (Precision's master_dtype; "
+                f"fp16_master_weights_and_grads in a JSON), name the leaf in keep_fp32, or scale it in the loss."
+            )
+        return keep(position, x)
+
+    return kept
+
+
+def _largest(params: PyTree | Callable[[], PyTree], i: int) -> str:
+    """The number of leaf `i` that is furthest from 0, in words."""
+    if is_function(params):
+        return f"{jax.jit(lambda: jnp.abs(jax.tree.leaves(params())[i]).max())():g}"
+    x = jax.tree.leaves(params)[i]
+    return "larger numbers" if is_lazy(x) else f"{jnp.abs(jnp.asarray(x)).max():g}"
 
 
 def place_params(params: PyTree, layout: Layout, mesh: Mesh, keep: Keep) -> PyTree:
@@ -115,7 +139,8 @@ def _slice(leaf: LeafPlan, host: Any, index: tuple[slice, ...]) -> np.ndarray:
     inside = tuple(slice(start, min(stop, n)) for (start, stop), n in zip(bounds, leaf.shape, strict=True))
     if all(s.start < s.stop for s in inside):  # else padding alone
         part = host[inside]
-        shard[tuple(slice(0, size) for size in part.shape)] = part
+        with np.errstate(over="ignore"):  # float16 masters are judged over all processes, by `_keep_finite`
+            shard[tuple(slice(0, size) for size in part.shape)] = part
     return shard
 
 

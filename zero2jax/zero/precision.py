@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from zero2jax.base.checks import is_positive
 from zero2jax.base.pytrees import LeafPredicate
 from zero2jax.zero.quantized import QuantizeSettings
 from zero2jax.zero.shard_plan import LeafPlan
@@ -44,9 +45,12 @@ class Precision:
       stochastic_rounding: whether what is stored in bf16 is rounded up or down at random, so that its mean is exact and
         updates smaller than half a unit in the last place are not lost; None means yes. fp16 is rounded to nearest.
       quantize: what travels between devices in 8 or 4 bits (ZeRO++); gradients in so many bits bring `fp32_sum`.
+      predivide: gradients are divided by it before they are summed over devices, and by what is left of the number of
+        devices after; None means 1, or, with a loss scale, that number.
 
     Raises:
-      ValueError: a dtype that gradients cannot be summed in, or that masters or moments cannot be stored in.
+      ValueError: a dtype that gradients cannot be summed in, or that masters or moments cannot be stored in; a divisor
+        that is no positive number.
     """
 
     compute_dtype: DTypeLike = jnp.bfloat16
@@ -58,6 +62,7 @@ class Precision:
     state_dtype: DTypeLike = jnp.float32
     stochastic_rounding: bool | None = None
     quantize: QuantizeSettings | None = None
+    predivide: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("compute_dtype", "reduce_dtype", "accumulate_dtype"):
@@ -77,6 +82,12 @@ class Precision:
                 f"is {self.master_dtype}, state_dtype {self.state_dtype}. Store masters or state in 'bf16', or leave "
                 f"it out."
             )
+        if self.predivide is not None:
+            if not is_positive(self.predivide):
+                raise ValueError(
+                    f"reading the precision: predivide is {self.predivide!r}; it must be a number above 0."
+                )
+            object.__setattr__(self, "predivide", float(self.predivide))
 
     @classmethod
     def of(cls, value: "Precision | DTypeLike | None") -> "Precision":
@@ -103,6 +114,8 @@ class Precision:
         others = [f"{name} {dtype}" for name, dtype in stored.items() if dtype != "float32"]
         if "bfloat16" in stored.values() and not self.rounds_at_random:
             others.append("rounded to nearest")
+        if self.predivide is not None:
+            others.append(f"predivide {self.predivide:g}")
         quantized = [] if self.quantize is None else self.quantize.plain
         return [*self.names, *["fp32_sum"] * self.fp32_sum, *others, *quantized]
 

@@ -22,7 +22,7 @@ from zero2jax.base.pytrees import (
     path_string,
     select_leaves,
 )
-from zero2jax.base.transformation import refuse_multi_steps
+from zero2jax.base.transformation import refuse_multi_steps, takes_gradients
 from zero2jax.zero.collectives import pad_to
 from zero2jax.zero.loss_scale import LossScale, LossScaleState
 from zero2jax.zero.precision import Precision
@@ -180,7 +180,7 @@ def make_layout(
 
     Raises:
       ValueError: no leaf is trainable, or one that is not floating; a tree has another structure; a spec does not fit
-        the mesh.
+        the mesh; an optimizer that takes gradients of its own beside a loss scale.
     """
     flags = tuple(select_leaves(shapes, trainable, default=True, name="trainable"))
     if not any(flags):
@@ -210,10 +210,11 @@ def make_layout(
     )
     check_model_axes(plan, mesh, axes.names)
     layout = Layout(params=plan, opt_state=plan, trainable=flags, loss_scale=loss_scale, host=host)
-    opt_shapes = jax.eval_shape(
-        lambda trained: tx.init(widened(trained)), layout.trained(jax.tree.unflatten(treedef, stored))
-    )
+    trained = jax.eval_shape(widened, layout.trained(jax.tree.unflatten(treedef, stored)))
+    opt_shapes = jax.eval_shape(tx.init, trained)
     refuse_multi_steps(opt_shapes)
+    if loss_scale is not None and takes_gradients(tx, opt_shapes, trained):
+        raise loss_scale.unjudged()
     opt_plan, narrow = narrowed(plan_like(opt_shapes, plan), layout.trained_params, precision)
     return dataclasses.replace(layout, opt_state=opt_plan, narrow_state=narrow)
 

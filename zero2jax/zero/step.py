@@ -128,11 +128,7 @@ class StepProgram:
         def judged_by_nobody(trained: PyTree) -> tuple[jax.Array, PyTree]:
             if (scaler := self.settings.step.loss_scale) is None:
                 return with_gradient(trained)
-            raise ValueError(
-                f"updating by the optimizer: it asks for the gradient at other parameters than the step's own, as line "
-                f"searches do, and would not notice if one overflowed at the loss scale ({scaler.words}). Compute in "
-                f"bf16 or fp32, without a loss scale, or take another optimizer."
-            )
+            raise scaler.unjudged()
 
         @jax.custom_vjp
         def value_fn(trained: PyTree) -> jax.Array:
@@ -185,8 +181,11 @@ class StepProgram:
 
     def factor(self, state: TrainState, totals: WeightedSum) -> jax.Array:
         """What `gradients` makes is multiplied by it to be the mean gradient, a scalar."""
-        scale = self._scale(state)
-        return totals.inverse_weight if scale is None else 1 / scale
+        scale, divided = self._scale(state), self.settings.predivide
+        if scale is None:
+            return totals.inverse_weight if divided == 1 else totals.inverse_weight * divided
+        left = divided / self.settings.num_batch_shards
+        return 1 / scale if left == 1 else left / scale
 
     def mean_gradient(self, grads: list[jax.Array], factor: jax.Array, like: PyTree) -> PyTree:
         """Gradient shards times `factor`, at true shapes and in fp32 or wider, as the optimizer sees the gradient."""
