@@ -210,7 +210,7 @@ def test_train_writes_metrics_report_and_figure(tmp_path, text):
     assert memory["master"]["measured_bytes"] == 4 * 443_008 // 8
     stages = report["bytes_by_stage"]
     assert stages["0"]["at rest"] > 7 * stages["2"]["at rest"]
-    assert stages["1"]["during the step"] > stages["2"]["during the step"] > stages["3"]["during the step"]
+    assert stages["1"]["during the step"] == stages["2"]["during the step"] > stages["3"]["during the step"]
     assert stages["offload"]["at rest"] < stages["2"]["at rest"] / 2
     assert "bytes per device, ZeRO stage 2" in done.stdout
     assert "total with offload" in done.stdout

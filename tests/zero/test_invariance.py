@@ -73,7 +73,7 @@ def test_stages_1_2_and_3_agree_at_one_microbatch(precision):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_wrapper_in_a_step_of_ones_own_differs_by_rounding(stage):
-    """There the compiler reduces gradients as it likes: three steps of 1e-2, each a few units in the last place of 1."""
+    """There the compiler reduces gradients as it likes: three steps of 1e-2, each a few last places of 1."""
     mesh = zero2jax.make_mesh(data=4)
     tx = zero2jax.shard_optimizer(optax.adam(1e-2), mesh, stage=stage)
 
@@ -222,7 +222,7 @@ def test_a_divisor_without_a_loss_scale_leaves_the_mean_as_it_is():
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_microbatches_are_added_in_the_accumulation_dtype(stage):
-    """What loops of the lowered program carry: full gradients below stage 2, else shards, beside what they close over."""
+    """What loops carry: full gradients below stage 2, else shards, beside what they close over."""
     shape = "6x5" if stage < 2 else "2x5"
     counts = {}
     for dtype in ("bf16", "fp32"):

@@ -159,7 +159,7 @@ def test_a_new_layout_gets_compiled_functions_of_its_own():
     params = {"w": jnp.ones((8, 8, 8)) / 8}
     loss = lambda p, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])[0].mean()
     batch = np.ones((16, 8), np.float32)
-    engine = make_engine(8, loss_fn=loss, tx=optax.sgd(0.1), stage=1)
+    engine = make_engine(8, loss_fn=loss, tx=optax.sgd(0.1), stage=1, num_microbatches=2)
     before, _ = engine.step(engine.init(params), batch)
     first = engine._compiled
     after, _ = engine.step(engine.init(params, batch=batch), batch)
