@@ -10,7 +10,7 @@ import pytest
 from helpers import make_batch, make_engine, make_params
 
 import zero2jax
-from zero2jax.offload.rates import Rates
+from zero2jax.offload.rates import Rates, _Times
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,6 +49,20 @@ def test_rates_count_from_when_a_transfer_could_begin():
     assert known["offload_up_bytes_per_s"] == pytest.approx(1500, rel=0.3)
     # 0.2 s down and 0.2 s up, after 0.2 s for gradients
     assert known["offload_share"] == pytest.approx(2 / 3, rel=0.2)
+
+
+def test_where_nothing_moves_the_share_is_that_of_the_update_and_never_below_zero():
+    rates = Rates()
+    rates.begin(Slow(0.1))  # the gradients
+    there = [Slow(0.3)]
+    rates.moving("up", there, there)
+    rates.end()
+    over(rates)
+    known = rates.metrics()
+    assert known["offload_share"] == pytest.approx(2 / 3, rel=0.2)
+    assert np.isnan(known["offload_up_bytes_per_s"])
+    rates._end(_Times(begun=rates._last_up + 1, reduced=rates._last_up + 3, up=rates._last_up + 2))
+    assert rates.metrics()["offload_share"] == 0
 
 
 def test_a_step_says_what_the_one_before_moved(tmp_path):

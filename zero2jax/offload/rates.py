@@ -67,9 +67,9 @@ class Rates:
         """Arrays were sent "down" or "up"; those that are where they were count nothing."""
         sent = [(x, y) for x, y in zip(before, after, strict=True) if x is not y]
         num_bytes = sum(shard.data.nbytes for _, y in sent for shard in y.addressable_shards)
-        self._threads[way].submit(
-            self._wait, way, time.perf_counter(), self._now, [y for _, y in sent], num_bytes
-        )
+        # where nothing is sent, the way is over once what is there already has been made
+        arrays = [y for _, y in sent] or list(after)
+        self._threads[way].submit(self._wait, way, time.perf_counter(), self._now, arrays, num_bytes)
 
     def _wait(self, way: str, asked: float, step: _Times, arrays: list[jax.Array], num_bytes: int) -> None:
         jax.block_until_ready(arrays)
@@ -93,7 +93,8 @@ class Rates:
                 self._last[f"{way}_bytes_per_s"] = num_bytes / busy_s if busy_s and num_bytes else math.nan
             # asked for while the step before was not over, a step begins when that is
             begun = max(step.begun, self._last_up)
-            self._last["share"] = (step.up - step.reduced) / (step.up - begun)
+            # the two threads wake in any order: what is over at once may seem to be over before the gradients
+            self._last["share"] = max(step.up - step.reduced, 0.0) / (step.up - begun)
             self._last_up = step.up
 
     def metrics(self) -> dict[str, Any]:
