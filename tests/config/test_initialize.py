@@ -310,3 +310,8 @@ def test_a_memory_block_has_no_effect_without_gpus_and_says_so(monkeypatch):
     config["memory"] = {"allocator": "platform", "fraction": 0.8}
     with pytest.raises(zero2jax.ConfigError, match=r"fraction is 0\.8 and the allocator is 'platform'"):
         start(config)
+    config["memory"] = {"allocator": "cub"}
+    with pytest.raises(
+        zero2jax.ConfigError, match=r"memory\.allocator = 'cub': must be one of 'default', 'bfc'"
+    ):
+        start(config)

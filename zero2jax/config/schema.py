@@ -183,7 +183,7 @@ class Memory:
 
     preallocate: bool | None = setting(None, optional(boolean()))
     fraction: float | None = setting(None, optional(number(0.0, 1.0)))
-    allocator: str | None = setting(None, optional(text()))
+    allocator: str | None = setting(None, optional(choice("default", "bfc", "cuda_async", "vmm", "platform")))
     collective_memory_mb: int | None = setting(None, optional(_COUNT))
     arena: bool = setting(False, boolean())
 
@@ -193,7 +193,7 @@ class Memory:
         return MemorySettings(
             preallocate=self.preallocate,
             fraction=self.fraction,
-            allocator=None if self.allocator is None else self.allocator.lower(),
+            allocator=self.allocator,
             collective_memory_mb=self.collective_memory_mb,
         )
 
