@@ -44,7 +44,7 @@ from examples.llama.losses import make_loss
 from examples.llama.model import tensor_parallel_specs
 from examples.llama.sampling import make_sampler
 from examples.options import DTYPES, make_optimizer, parse_axes, step_to_resume
-from examples.report import Log, bytes_by_stage, memory_table, read_history, save_figure
+from examples.report import Log, Trace, bytes_by_stage, memory_table, read_history, save_figure
 
 # A run without --deepspeed_config does this, on a CPU in fp32. A file may also hold `optimizer`, `scheduler` and more.
 CONFIG = {
@@ -102,6 +102,8 @@ class Args:
     """Steps between checkpoints."""
     resume: str | None = None
     """Continue from the latest checkpoint if there is one (auto), or from that of a step (its number)."""
+    profile: Path | None = None
+    """Folder for a jax.profiler trace of three steps, after the first five; none is written if absent."""
     report: bool = True
     """At the end, count the bytes of every stage and draw report.png."""
 
@@ -264,10 +266,13 @@ def train(run: Run, state: zero2jax.TrainState, log: Log) -> tuple[zero2jax.Trai
     engine, checkpointer, steps = run.engine, run.checkpointer, run.args.steps
     signals = [signal.SIGTERM] if checkpointer else []
     previous: dict[str, Any] = {}
+    trace = Trace(run.args.profile if run.is_first else None, int(state.step) + 6)
     with zero2jax.Preemption(signals, check_every=10) as preemption:  # zero2jax
         for step in range(int(state.step) + 1, steps + 1):
             batch = run.place(next(run.batches))
+            trace.before(step)
             state, metrics = engine.step(state, batch)  # zero2jax
+            trace.after(step, metrics)
             if run.is_evaluated(step):
                 with log.waiting():
                     metrics["held_out_loss"] = run.evaluate(state)
