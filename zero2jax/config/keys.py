@@ -167,7 +167,7 @@ _IMPLEMENTED = {
             "preallocate": "not DeepSpeed's, like this block: the pool of a GPU's client is taken at the start",
             "fraction": "part of a GPU's memory that the pool has",
             "allocator": "bfc, cuda_async, vmm or platform, as the installed jaxlib has them",
-            "arena": "masters and optimizer state in a few large buffers between steps; no bit changes",
+            "arena": "masters and optimizer state in a few large buffers between steps; the same numbers",
             "collective_memory_mb": "MiB of a second pool, for buffers of collectives",
         },
         "memory.",

@@ -3,7 +3,8 @@
 Between steps the fields `params` and `opt_state` of a `TrainState` are an `Arena` each, a buffer per dtype, donated to
 the step as leaves are. The step takes its leaves out of them, does what it does without an arena on the tree, and
 writes the new leaves into the buffers; so any optax transformation sees its tree, and the numbers are the same to the
-bit. A state that comes as a tree, from a checkpoint say, is packed when it is first used.
+bit, but for what fused multiply-adds of a CPU round otherwise (`docs/numerics.md`). A state that comes as a tree, from
+a checkpoint say, is packed when it is first used.
 
 What that buys is the time to hand a program its arguments: three buffers in place of thousands. It costs memory: new
 leaves are made apart and copied into their buffer, small ones are copied out of it, too. See `docs/memory.md`.
@@ -129,7 +130,7 @@ def unpack(arena: Arena, part: PartPlan, mesh: Mesh) -> PyTree:
 
 def _apart_from_others(x: jax.Array) -> jax.Array:
     """`x`, with what makes it compiled apart from what uses it, as arguments and results of a program are: a compiler
-    that fuses arithmetic with the copy rounds otherwise."""
+    that fuses arithmetic with the copy rounds otherwise. XLA's for CPUs drops it before it fuses: see above."""
     return jax.lax.optimization_barrier(x)  # type: ignore[no-any-return]
 
 
