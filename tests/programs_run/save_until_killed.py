@@ -31,7 +31,7 @@ def save_forever(directory):
         checkpointer.save(step, state._replace(params=params), {"step": step})
         if step == 1:
             checkpointer.wait()  # from here on there is one to load
-        print("saving", step, flush=True)
+        os.write(1, f"saving {step}\n".encode())  # in one piece, where print would write word by word if unbuffered
 
 
 for _ in sys.stdin:
