@@ -31,7 +31,8 @@ def save_forever(directory):
         checkpointer.save(step, state._replace(params=params), {"step": step})
         if step == 1:
             checkpointer.wait()  # from here on there is one to load
-        os.write(1, f"saving {step}\n".encode())  # in one piece, where print would write word by word if unbuffered
+        # In one piece, where print would write word by word if unbuffered.
+        os.write(1, f"saving {step}\n".encode())
 
 
 for _ in sys.stdin:
