@@ -1,0 +1,256 @@
+"""One table of zero2jax beside what one would use instead: `make bench`, 15 minutes on two idle cores.
+
+    python tests/benchmarks/bench.py [--parts table h200 growth] [--torch-python PATH] [--out out/bench]
+
+Writes `bench.json`, `table.md` and a picture per axis of `growth.py` into the folder; parts that are not asked for stay
+as an earlier run left them there. Eight simulated CPU devices train one small GPT (`gpt.py`) in fp32 from the same
+parameters on the same data, in every way of `programs.py`: first their losses are compared, then their steps take
+turns. Torch's rows are eight processes of `--torch-python`, an interpreter with torch and deepspeed, in the same turns.
+Where the extra `plan` is installed, the same programs at 6.66e9 parameters are compiled for 8 x H200 (`aot.py`): hidden
+shares are read there, since simulated devices hide nothing. What cannot be had is named below the table.
+"""
+
+import argparse
+import functools
+import json
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).parent)]
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+
+import gpt  # noqa: E402
+import growth  # noqa: E402
+import measure  # noqa: E402
+import peers  # noqa: E402
+import programs  # noqa: E402
+
+PARTS = ("table", "h200", "growth")
+MODEL = gpt.Config(num_layers=4, hidden=256, num_heads=4, context=64, vocab=256)
+QUICK = gpt.Config(num_layers=1, hidden=16, num_heads=2, context=8, vocab=32, scanned=False)
+NUM_STEPS = 5  # whose losses are compared
+
+
+def table_rows(
+    model: gpt.Config, devices: tuple, rounds: int, lower_rounds: int, torch_python: str | None
+) -> tuple[dict[str, measure.Row], dict[str, str]]:
+    """(rows, why each absent one is absent) of the programs here; a sequence per device.
+
+    Raises:
+      measure.LossesDiffer: a row of JAX trains otherwise than the plain step.
+    """
+    case = programs.Case(
+        loss=functools.partial(gpt.loss_fn, model),
+        shapes=gpt.shapes(model),
+        devices=devices,
+        batch_shape=(len(devices), model.context + 1),
+        layer_dims=gpt.layer_dims(model),
+        hooks=gpt.Hooks,
+        logical_axes=gpt.LOGICAL_AXES,
+    )
+    absent = {name: why for name in programs.PROGRAMS if (why := programs.refusal(name))}
+    names = [name for name in programs.PROGRAMS if name not in absent]
+    measured = measure.Measured(case, names, lower_rounds)
+    params = gpt.first_params(model)
+    batches = (
+        np.random.default_rng(1).integers(0, model.vocab, (NUM_STEPS, *case.batch_shape)).astype(np.int32)
+    )
+    measured.train(params, batches)
+    for name, row in measured.rows.items():
+        print(f"losses of {name:26} {' '.join(f'{x:.6f}' for x in row['losses'])}", flush=True)
+    measure.check_losses(measured.rows)
+
+    running = {}
+    for name in peers.KINDS:
+        try:
+            if torch_python is None:
+                raise peers.Absent("not asked for")
+            running[name] = peer = start_peer(name, torch_python, case, model, params, batches)
+            steps = [peer.step() for _ in range(NUM_STEPS)]
+            row = {
+                "losses": [step["loss"] for step in steps],
+                "sent_bytes": steps[-1]["sent_bytes"],
+                "versions": peer.versions,
+            }
+            print(f"losses of {name:26} {' '.join(f'{x:.6f}' for x in row['losses'])}", flush=True)
+            measure.check_losses({**measured.rows, name: row})
+            measured.rows[name] = row
+        except (peers.Absent, measure.LossesDiffer) as error:
+            absent[name] = str(error)
+            if name in running:
+                running.pop(name).close()
+    try:
+        measured.time(
+            rounds, {name: lambda peer=peer: peer.step()["seconds"] for name, peer in running.items()}
+        )
+    finally:
+        for peer in running.values():
+            peer.close()
+    return measured.rows, absent
+
+
+def start_peer(
+    name: str, python: str, case: programs.Case, model: gpt.Config, params: Any, batches: np.ndarray
+) -> peers.Peer:
+    """A row of torch on the same case."""
+    flat = {".".join(key.key for key in path): x for path, x in jax.tree.leaves_with_path(params)}
+    return peers.Peer(
+        name,
+        python,
+        len(case.devices),
+        flat,
+        batches,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        batch_size=case.batch_shape[0],
+        learning_rate=case.learning_rate,
+        weight_decay=programs.WEIGHT_DECAY,
+        clip_norm=programs.CLIP_NORM,
+    )
+
+
+def h200_rows() -> tuple[dict[str, measure.Row], str]:
+    """(rows, why there are none or "")."""
+    import aot
+
+    names = [name for name in programs.PROGRAMS if not programs.refusal(name)]
+    rows = {}
+    try:
+        for name, row in aot.compiled_rows(names):
+            rows[name] = row
+            print(aot.line(name, row), flush=True)
+    except ValueError as error:  # the packages of the CUDA compiler are missing
+        if rows:
+            raise
+        return {}, str(error)
+    return rows, ""
+
+
+def table(results: dict[str, Any]) -> str:
+    """The one table in Markdown, and what is absent from it."""
+    here, there = results["table"]["rows"], results.get("h200", {}).get("rows", {})
+    spread = lambda row, what: (
+        "{:.2f} ({:.2f} to {:.2f})".format(*row[f"{what}_ratio"]) if f"{what}_ratio" in row else ""
+    )
+    once = lambda row, what: f"{row[f'{what}_ratio'][0]:.2f}" if f"{what}_ratio" in row else ""
+    mib = lambda row, what: f"{row[what] / 2**20:.1f}" if what in row else ""
+    gib = lambda row, what: f"{row[what] / 2**30:.2f}" if what in row else ""
+    hidden = lambda row: (
+        f"{row['hidden_alone']:.0%}, {row['hidden_with_memory']:.0%}" if "hidden_alone" in row else ""
+    )
+    lines = [
+        "| step | time / plain | trace and lower / plain | compile / plain | peak, MiB | sent, MiB | "
+        "8 x H200: peak, GiB | sent, GiB | hidden |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in [*programs.PROGRAMS, *peers.KINDS]:
+        if name not in here:
+            continue
+        row, big = here[name], there.get(name, {})
+        cells = [
+            name,
+            spread(row, "step"),
+            spread(row, "lower"),
+            once(row, "compile"),
+            mib(row, "peak_bytes"),
+            mib(row, "sent_bytes"),
+            gib(big, "peak_bytes"),
+            gib(big, "sent_bytes"),
+            hidden(big),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    plain = here[programs.PLAIN]
+    times = [1e3 * plain["step_s"], plain["lower_s"], plain["compile_s"]]
+    lines += [
+        "",
+        "Plain data parallel: step {:.0f} ms, trace and lower {:.2f} s, compile {:.2f} s.".format(*times),
+    ]
+    absent = dict(results["table"]["absent"])
+    if why := results.get("h200", {}).get("absent", "this part was not run"):
+        absent["8 x H200"] = why
+    lines += [f"Absent: {name}: {why}" for name, why in absent.items()]
+    return "\n".join(lines)
+
+
+def text(results: dict[str, Any]) -> str:
+    """`table.md`."""
+    lines = []
+    for part in PARTS:
+        if run := results.get(part, {}).get("environment"):
+            lines.append(f"{part}: {', '.join(f'{key} {x}' for key, x in run.items())}")
+    if "table" in results:
+        lines += ["", table(results)]
+    if "h200" in results and results["h200"]["rows"]:
+        import aot
+
+        lines += ["", aot.HEADER, *(aot.line(name, row) for name, row in results["h200"]["rows"].items())]
+    if "growth" in results:
+        lines += ["", growth.table(results["growth"]["axes"])]
+    return "\n".join(lines) + "\n"
+
+
+def environment() -> dict[str, str]:
+    """What a part ran on."""
+    return {name: version(name) for name in ("jax", "flax", "optax")} | {
+        "Python": ".".join(map(str, sys.version_info[:3])),
+        "cores": str(os.cpu_count()),
+        "load before": f"{os.getloadavg()[0]:.1f}",
+    }
+
+
+def run(part: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The results of one part, and its pictures."""
+    if part == "table":
+        devices = tuple(jax.devices()[: 2 if args.quick else 8])
+        few = (QUICK, devices, 0, 0, None)
+        rows, absent = table_rows(*few if args.quick else (MODEL, devices, args.rounds, 5, args.torch_python))
+        return {"rows": rows, "absent": absent}
+    if part == "h200":
+        rows, why = h200_rows()
+        return {"rows": rows, "absent": why}
+    results = {}
+    for axis, what in (growth.QUICK if args.quick else growth.AXES).items():
+        results[axis] = {}
+        for value, rows in growth.points(what, rounds=0 if args.quick else growth.ROUNDS):
+            results[axis][str(value)] = rows
+            print(f"{axis} {value}", flush=True)
+        growth.picture(axis, results[axis], args.out / growth.file_name(axis))
+    return {"axes": results}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--torch-python", default=sys.executable)
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny, in seconds: whether it works, not how fast"
+    )
+    parser.add_argument("--out", type=Path, default=Path("out/bench"))
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / "bench.json"
+    results = json.loads(file.read_text()) if file.exists() else {}
+    for part in PARTS:
+        if part not in args.parts or (args.quick and part == "h200"):
+            continue
+        before = environment()
+        try:
+            results[part] = {"environment": before, **run(part, args)}
+        except measure.LossesDiffer as error:
+            sys.exit(str(error))
+        results[part]["environment"]["load after"] = f"{os.getloadavg()[0]:.1f}"
+        file.write_text(json.dumps(results, indent=1))
+    (args.out / "table.md").write_text(text(results))
+    print(text(results))
+
+
+if __name__ == "__main__":
+    main()
