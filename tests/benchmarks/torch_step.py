@@ -23,27 +23,28 @@ SENT = [0.0]  # bytes that this process has sent, by the ring algorithms
 
 def count_bytes() -> None:
     """Have the collectives that sharding uses add to `SENT`; before DeepSpeed is imported, which keeps them."""
-    passes = {
-        "all_gather_into_tensor": (1, 0),
-        "reduce_scatter_tensor": (1, 1),
-        "all_reduce": (2, 0),
-        "reduce": (1, 0),
-    }
+    once = (
+        "all_gather_into_tensor",
+        "all_gather_single",
+        "reduce_scatter_tensor",
+        "reduce_scatter_single",
+        "reduce",
+    )
 
-    def counted(name: str, times: int, position: int) -> None:
+    def counted(name: str, passes: int) -> None:
         collective = getattr(dist, name)
 
         def call(*args, **kwargs):
-            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-            size, group = tensors[position], kwargs.get("group")
-            count = dist.get_world_size(group)
-            SENT[0] += times * size.numel() * size.element_size() * (count - 1) / count
+            sizes = [x.nbytes for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            count = dist.get_world_size(kwargs.get("group"))
+            SENT[0] += passes * max(sizes) * (count - 1) / count  # the largest is the full value
             return collective(*args, **kwargs)
 
         setattr(dist, name, call)
 
-    for name, (times, position) in passes.items():
-        counted(name, times, position)
+    for name in (*once, "all_reduce"):
+        if hasattr(dist, name):  # the last ones of their kind are new in torch 2.13
+            counted(name, 2 if name == "all_reduce" else 1)
 
 
 class Block(torch.nn.Module):
