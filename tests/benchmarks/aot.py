@@ -11,24 +11,20 @@ import dataclasses
 import functools
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # the CUDA compiler is asked for by name below
 
+import gpt
 import jax
 import jax.numpy as jnp
+import measure
+import programs
 
 import zero2jax
 from zero2jax.planning.targets import get_target, target_mesh
 from zero2jax.programs.overlap import Rates, simulate
-
-sys.path[:0] = [str(Path(__file__).parent)]
-import gpt  # noqa: E402
-import measure  # noqa: E402
-import programs  # noqa: E402
 
 NUM_DEVICES = 8
 MODEL = gpt.Config(num_layers=32, hidden=4096, num_heads=32, context=2048, vocab=50304)  # GPT-3's 6.7e9

@@ -1,20 +1,24 @@
 """One table of zero2jax beside what one would use instead: `make bench`, 15 minutes on two idle cores.
 
-    python tests/benchmarks/bench.py [--parts table h200 growth] [--torch-python PATH] [--out out/bench]
+    python tests/benchmarks/bench.py [--parts table h200 growth] [--torch-python PATH] [--out DIR] [--docs]
 
 Writes `bench.json`, `table.md` and a picture per axis of `growth.py` into the folder; parts that are not asked for stay
-as an earlier run left them there. Eight simulated CPU devices train one small GPT (`gpt.py`) in fp32 from the same
-parameters on the same data, in every way of `programs.py`: first their losses are compared, then their steps take
-turns. Torch's rows are eight processes of `--torch-python`, an interpreter with torch and deepspeed, in the same turns.
-Where the extra `plan` is installed, the same programs at 6.66e9 parameters are compiled for 8 x H200 (`aot.py`): hidden
-shares are read there, since simulated devices hide nothing. What cannot be had is named below the table.
+as an earlier run left them there. `--docs` puts all into `docs/benchmarks.md`.
+
+Eight simulated CPU devices train one small GPT (`gpt.py`) in fp32 from the same parameters on the same data, in every
+way of `programs.py`: first their losses are compared, then their steps take turns. Torch's rows are eight processes of
+`--torch-python`, an interpreter with torch and deepspeed, in the same turns. Where the extra `plan` is installed, the
+same programs at 6.66e9 parameters are compiled for 8 x H200 (`aot.py`): hidden shares are read there, since simulated
+devices hide nothing. What cannot be had is named below the table.
 """
 
 import argparse
 import functools
 import json
 import os
+import shutil
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,16 +26,18 @@ from typing import Any
 import jax
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).parent)]
 if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
 
-import gpt  # noqa: E402
-import growth  # noqa: E402
-import measure  # noqa: E402
-import peers  # noqa: E402
-import programs  # noqa: E402
+import aot
+import gpt
+import growth
+import measure
+import peers
+import programs
 
+DOCS = Path(__file__).parents[2] / "docs"
 PARTS = ("table", "h200", "growth")
 MODEL = gpt.Config(num_layers=4, hidden=256, num_heads=4, context=64, vocab=256)
 QUICK = gpt.Config(num_layers=1, hidden=16, num_heads=2, context=8, vocab=32, scanned=False)
@@ -59,9 +65,8 @@ def table_rows(
     names = [name for name in programs.PROGRAMS if name not in absent]
     measured = measure.Measured(case, names, lower_rounds)
     params = gpt.first_params(model)
-    batches = (
-        np.random.default_rng(1).integers(0, model.vocab, (NUM_STEPS, *case.batch_shape)).astype(np.int32)
-    )
+    two = np.random.default_rng(1).integers(0, model.vocab, (2, *case.batch_shape)).astype(np.int32)
+    batches = two[np.arange(NUM_STEPS) % 2]  # seen again, so that the losses fall
     measured.train(params, batches)
     for name, row in measured.rows.items():
         print(f"losses of {name:26} {' '.join(f'{x:.6f}' for x in row['losses'])}", flush=True)
@@ -118,8 +123,6 @@ def start_peer(
 
 def h200_rows() -> tuple[dict[str, measure.Row], str]:
     """(rows, why there are none or "")."""
-    import aot
-
     names = [name for name in programs.PROGRAMS if not programs.refusal(name)]
     rows = {}
     try:
@@ -179,21 +182,32 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def text(results: dict[str, Any]) -> str:
-    """`table.md`."""
-    lines = []
-    for part in PARTS:
-        if run := results.get(part, {}).get("environment"):
-            lines.append(f"{part}: {', '.join(f'{key} {x}' for key, x in run.items())}")
+def sections(results: dict[str, Any]) -> dict[str, str]:
+    """Markdown by part."""
+    found = {}
     if "table" in results:
-        lines += ["", table(results)]
-    if "h200" in results and results["h200"]["rows"]:
-        import aot
-
-        lines += ["", aot.HEADER, *(aot.line(name, row) for name, row in results["h200"]["rows"].items())]
+        found["table"] = table(results)
+    if rows := results.get("h200", {}).get("rows"):
+        found["h200"] = "\n".join([aot.HEADER, *(aot.line(name, row) for name, row in rows.items())])
     if "growth" in results:
-        lines += ["", growth.table(results["growth"]["axes"])]
-    return "\n".join(lines) + "\n"
+        found["growth"] = growth.table(results["growth"]["axes"])
+    for part in found:
+        run = results[part]["environment"]
+        found[part] += f"\n\n{', '.join(f'{key} {x}' for key, x in run.items())}."
+    return found
+
+
+def write_docs(results: dict[str, Any], folder: Path) -> None:
+    """Put the tables between the comments of `docs/benchmarks.md` that name them, and the pictures beside it."""
+    page = DOCS / "benchmarks.md"
+    text = page.read_text()
+    for part, section in sections(results).items():
+        begin, end = f"<!-- make bench: {part} -->\n", "\n<!-- end -->"
+        before, _, after = text.partition(begin)
+        text = before + begin + section + end + after.partition(end)[2]
+    page.write_text(text)
+    for axis in results.get("growth", {}).get("axes", {}):
+        shutil.copy(folder / growth.file_name(axis), DOCS)
 
 
 def environment() -> dict[str, str]:
@@ -201,38 +215,45 @@ def environment() -> dict[str, str]:
     return {name: version(name) for name in ("jax", "flax", "optax")} | {
         "Python": ".".join(map(str, sys.version_info[:3])),
         "cores": str(os.cpu_count()),
-        "load before": f"{os.getloadavg()[0]:.1f}",
+        "load before": load(),
     }
 
 
-def run(part: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The results of one part, and its pictures."""
+def load() -> str:
+    """Processes that want a core: other work on the machine, beside this one's."""
+    return f"{os.getloadavg()[0]:.1f}"
+
+
+def run(part: str, args: argparse.Namespace, earlier: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The results of one part, again as they grow, and its pictures; `earlier` ones are of axes not asked for."""
     if part == "table":
         devices = tuple(jax.devices()[: 2 if args.quick else 8])
         few = (QUICK, devices, 0, 0, None)
         rows, absent = table_rows(*few if args.quick else (MODEL, devices, args.rounds, 5, args.torch_python))
-        return {"rows": rows, "absent": absent}
-    if part == "h200":
+        yield {"rows": rows, "absent": absent}
+    elif part == "h200":
         rows, why = h200_rows()
-        return {"rows": rows, "absent": why}
-    results = {}
-    for axis, what in (growth.QUICK if args.quick else growth.AXES).items():
-        results[axis] = {}
-        for value, rows in growth.points(what, rounds=0 if args.quick else growth.ROUNDS):
-            results[axis][str(value)] = rows
-            print(f"{axis} {value}", flush=True)
-        growth.picture(axis, results[axis], args.out / growth.file_name(axis))
-    return {"axes": results}
+        yield {"rows": rows, "absent": why}
+    else:
+        axes = dict(earlier.get("axes", {}))
+        asked = growth.QUICK if args.quick else {axis: growth.AXES[axis] for axis in args.axes}
+        for axis, what in asked.items():
+            axes[axis] = {}
+            for value, rows in growth.points(what, rounds=0 if args.quick else growth.ROUNDS):
+                axes[axis][str(value)] = rows
+                print(f"{axis} {value}", flush=True)
+            growth.picture(axis, axes[axis], args.out / growth.file_name(axis))
+            yield {"axes": axes}
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
+    parser.add_argument("--axes", nargs="+", choices=growth.AXES, default=[*growth.AXES], help="of growth")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--torch-python", default=sys.executable)
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny, in seconds: whether it works, not how fast"
-    )
+    parser.add_argument("--torch-python", default=sys.executable, help="an interpreter with torch, deepspeed")
+    parser.add_argument("--docs", action="store_true", help="put tables and pictures into docs/benchmarks.md")
+    parser.add_argument("--quick", action="store_true", help="tiny, to see whether it works")
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -243,13 +264,16 @@ def main(argv: list[str] | None = None) -> None:
             continue
         before = environment()
         try:
-            results[part] = {"environment": before, **run(part, args)}
+            for found in run(part, args, results.get(part, {})):
+                results[part] = {"environment": before | {"load after": load()}, **found}
+                file.write_text(json.dumps(results, indent=1))
         except measure.LossesDiffer as error:
             sys.exit(str(error))
-        results[part]["environment"]["load after"] = f"{os.getloadavg()[0]:.1f}"
-        file.write_text(json.dumps(results, indent=1))
-    (args.out / "table.md").write_text(text(results))
-    print(text(results))
+    text = "\n\n".join(sections(results).values()) + "\n"
+    (args.out / "table.md").write_text(text)
+    print(f"\n{text}")
+    if args.docs:
+        write_docs(results, args.out)
 
 
 if __name__ == "__main__":
