@@ -41,7 +41,7 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "wrote site/index.html"
 
-# With EXTRAS=dev,plan the programs are compiled for GPUs, too. TORCH_PYTHON: an interpreter with torch and deepspeed.
+# With EXTRAS=example,plan the programs are compiled for GPUs, too. TORCH_PYTHON: an interpreter with torch and deepspeed.
 TORCH_PYTHON ?= $(BIN)/python
 bench: $(VENV)/.$(EXTRAS)
 	JAX_PLATFORMS=cpu $(BIN)/python tests/benchmarks/bench.py --torch-python $(TORCH_PYTHON)

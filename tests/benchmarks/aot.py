@@ -1,9 +1,10 @@
 """Memory, communication and schedule of the table's programs at 6.66e9 parameters, compiled for 8 x H200 without a GPU.
 
     python tests/benchmarks/aot.py [--programs "zero2jax stage 2" ...] [--microbatches 1]   # half a minute per row
+    python tests/benchmarks/aot.py --model example      # of the example's GPT, those that need nothing of the model
 
-Needs the CUDA compiler (`pip install -e .[dev,plan]`). The model of `gpt.py`, bf16 compute, fp32 AdamW with clipping,
-2 x 2048 tokens per device and microbatch. What is hidden is reckoned from each program's schedule at an H200's rates.
+Needs the CUDA compiler (`pip install -e .[example,plan]`). The model of `gpt.py`, bf16 compute, fp32 AdamW with
+clipping, 2 x 2048 tokens per device and microbatch. Hidden is read from each schedule at an H200's rates.
 """
 
 import argparse
@@ -11,8 +12,10 @@ import dataclasses
 import functools
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # the CUDA compiler is asked for by name below
 
@@ -31,18 +34,16 @@ MODEL = gpt.Config(num_layers=32, hidden=4096, num_heads=32, context=2048, vocab
 GIB = 2**30
 
 
-def compiled_rows(names: Sequence[str], num_microbatches: int = 1) -> Iterator[tuple[str, measure.Row]]:
-    """Name and reading of each program, as they are compiled.
+def make_case(model: str = "bench", num_microbatches: int = 1) -> programs.Case:
+    """The case of a model, "bench" (`gpt.py`) or "example" (`examples/gpt`), on compile-only devices.
 
     Raises:
       ValueError: the packages of the CUDA compiler are missing; says which.
     """
-    card = get_target("h200")
-    devices = tuple(target_mesh(card, {"data": NUM_DEVICES}, NUM_DEVICES).devices.flat)
-    shapes = gpt.shapes(MODEL)
+    devices = tuple(target_mesh(get_target("h200"), {"data": NUM_DEVICES}, NUM_DEVICES).devices.flat)
     case = programs.Case(
         loss=functools.partial(gpt.loss_fn, MODEL),
-        shapes=shapes,
+        shapes=gpt.shapes(MODEL),
         devices=devices,
         batch_shape=(2 * NUM_DEVICES * num_microbatches, MODEL.context + 1),
         dtype=jnp.bfloat16,
@@ -51,6 +52,20 @@ def compiled_rows(names: Sequence[str], num_microbatches: int = 1) -> Iterator[t
         hooks=gpt.Hooks,
         logical_axes=gpt.LOGICAL_AXES,
     )
+    if model == "bench":
+        return case
+    sys.path[:0] = [str(Path(__file__).parents[2])]
+    from examples.gpt.model import PRESETS, make_loss
+
+    init_fn, loss = make_loss(PRESETS["6.7b"])
+    shapes = jax.eval_shape(init_fn, jax.random.key(0))
+    depth = jax.tree.map(lambda x: int(x.ndim > 2), shapes)
+    return dataclasses.replace(case, loss=loss, shapes=shapes, layer_dims=depth, hooks=None)
+
+
+def compiled_rows(case: programs.Case, names: Sequence[str]) -> Iterator[tuple[str, measure.Row]]:
+    """Name and reading of each program, as they are compiled; `programs.refusal` says which cannot be."""
+    card = get_target("h200")
     rates = Rates(card.peak_flops or math.inf, lambda c: card.bytes_per_s(c.kind, across=False) or math.inf)
     with_memory = dataclasses.replace(rates, memory_bytes_per_s=card.memory_bytes_per_s)
     for name in names:
@@ -95,17 +110,18 @@ HEADER = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--programs", nargs="+", choices=programs.PROGRAMS, default=[*programs.PROGRAMS])
+    parser.add_argument("--model", choices=("bench", "example"), default="bench")
     parser.add_argument("--microbatches", type=int, default=1)
     args = parser.parse_args()
-    names = args.programs
-    if args.microbatches > 1:
-        names = [name for name in names if name in programs.TAKE_MICROBATCHES]
-    num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(gpt.shapes(MODEL)))
+    case = make_case(args.model, args.microbatches)
+    num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(case.shapes))
     print(
         f"jax {jax.__version__}, {num_params / 1e9:.2f}e9 parameters, {NUM_DEVICES} x H200\n\n{HEADER}",
         flush=True,
     )
-    for name, row in compiled_rows(names, args.microbatches):
+    for name, row in compiled_rows(
+        case, [name for name in args.programs if not programs.refusal(name, case)]
+    ):
         print(line(name, row), flush=True)
 
 

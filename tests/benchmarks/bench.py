@@ -61,7 +61,7 @@ def table_rows(
         hooks=gpt.Hooks,
         logical_axes=gpt.LOGICAL_AXES,
     )
-    absent = {name: why for name in programs.PROGRAMS if (why := programs.refusal(name))}
+    absent = {name: why for name in programs.PROGRAMS if (why := programs.refusal(name, case))}
     names = [name for name in programs.PROGRAMS if name not in absent]
     measured = measure.Measured(case, names, lower_rounds)
     params = gpt.first_params(model)
@@ -123,16 +123,16 @@ def start_peer(
 
 def h200_rows() -> tuple[dict[str, measure.Row], str]:
     """(rows, why there are none or "")."""
-    names = [name for name in programs.PROGRAMS if not programs.refusal(name)]
-    rows = {}
     try:
-        for name, row in aot.compiled_rows(names):
-            rows[name] = row
-            print(aot.line(name, row), flush=True)
+        case = aot.make_case()
     except ValueError as error:  # the packages of the CUDA compiler are missing
-        if rows:
-            raise
         return {}, str(error)
+    rows = {}
+    for name, row in aot.compiled_rows(
+        case, [name for name in programs.PROGRAMS if not programs.refusal(name, case)]
+    ):
+        rows[name] = row
+        print(aot.line(name, row), flush=True)
     return rows, ""
 
 

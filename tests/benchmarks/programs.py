@@ -96,10 +96,15 @@ def make(name: str, case: Case) -> Program:
     return PROGRAMS[name](case)
 
 
-def refusal(name: str) -> str:
-    """Why the installed jax cannot run a program; "" if it can."""
+def refusal(name: str, case: Case) -> str:
+    """Why a program cannot be had of a case, or of the installed jax; "" if it can."""
     if name == "explicit, reduced types" and "reduced" not in inspect.signature(P.__new__).parameters:
         return f"jax {jax.__version__} has no PartitionSpec(reduced=...)"
+    engine = name.startswith("zero2jax")
+    if case.hooks is None and not engine and name not in (PLAIN, "constraints on the step"):
+        return "it takes part in the model, which has no hooks"
+    if case.num_microbatches > 1 and not engine and name != PLAIN:
+        return "it takes one microbatch"
     return ""
 
 
@@ -254,7 +259,6 @@ PROGRAMS: dict[str, Callable[[Case], Program]] = {
     **{f"zero2jax stage {stage}": functools.partial(zero, stage) for stage in (1, 2, 3)},
 }
 PLAIN = next(iter(PROGRAMS))
-TAKE_MICROBATCHES = (PLAIN, *(name for name in PROGRAMS if name.startswith("zero2jax")))
 
 
 def _like(grads: PyTree, params: PyTree) -> PyTree:
