@@ -1,25 +1,19 @@
-"""How the cost of a step grows: devices, layers, microbatches, leaves. Called by `bench.py`; on its own:
+"""How the cost of a step grows: devices, layers, microbatches, leaves. A part of `bench.py`, alone by
 
-    python tests/benchmarks/growth.py [--axes devices leaves] [--out out/bench]
+    python tests/benchmarks/bench.py --parts growth [--axes devices leaves]
 
 At each point the plain step and zero2jax run the same tiny model in turn. A picture per axis has the values, and below
 them their ratio to the plain step, which should not rise. With one microbatch stage 1 is stage 2's program.
 """
 
-import argparse
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-
-if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 8)
-
 import gpt
+import jax
 import jax.numpy as jnp
 import measure
 import numpy as np
@@ -74,7 +68,7 @@ def leaves_case(num_leaves: int) -> tuple[programs.Case, Any]:
     """Leaves of 8 numbers on two devices, each with a gradient of its own, and next to nothing to compute."""
     params = {f"p{i}": np.full(8, 1 + i / num_leaves, np.float32) for i in range(num_leaves)}
     case = programs.Case(
-        loss=lambda params, batch: sum(jnp.sin(x * batch).mean() for x in params.values()),
+        loss=lambda params, batch: sum(jnp.cos(x * (batch / 256)).mean() for x in params.values()),
         shapes=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params),
         devices=tuple(jax.devices()[:2]),
         batch_shape=(2, 8),
@@ -103,7 +97,7 @@ def points(axis: Axis, rounds: int = ROUNDS) -> Iterator[tuple[int, dict[str, me
     for value in axis.points:
         case, params = axis.case(value)
         compiles = value <= axis.compiled
-        few = 0 if value < 10 else 1 if value > 500 else 3
+        few = min(rounds, 1 if len(jax.tree.leaves(params)) > 500 else 3)
         measured = measure.Measured(case, axis.names, lower_rounds=few, compiles=compiles)
         if compiles:
             batches = np.random.default_rng(1).integers(0, 256, (2, *case.batch_shape)).astype(np.int32)
@@ -175,31 +169,10 @@ def table(results: dict[str, dict[str, dict[str, measure.Row]]]) -> str:
             cells = []
             for metric in METRICS:
                 known = [(x, y) for x, at in rows.items() if (y := ratio_of(at, name, metric)) is not None]
-                (_, low), (last, high) = known[0], known[-1]
+                (_, low), (last, high) = known[0], known[-1]  # one device sends nothing
                 reach = "" if last == list(rows)[-1] else f" (at {last})"
                 cells.append(f"{low:.2f} → {high:.2f}{reach}")
             if name != programs.PLAIN:
-                lines.append(
-                    f"| {axis}, {' '.join([*rows][:1])} to {[*rows][-1]} | {name} | {' | '.join(cells)} |"
-                )
+                span = f"{axis}, {next(iter(rows))} to {[*rows][-1]}"
+                lines.append(f"| {span} | {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--axes", nargs="+", choices=AXES, default=[*AXES])
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    for axis in args.axes:
-        rows = {}
-        for value, at in points(AXES[axis]):
-            rows[str(value)] = at
-            print(axis, value, {name: {m: ratio_of(at, name, m) for m in METRICS} for name in at}, flush=True)
-        (args.out / file_name(axis)).with_suffix(".json").write_text(json.dumps(rows, indent=1))
-        picture(axis, rows, args.out / file_name(axis))
-        print(table({axis: rows}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
