@@ -1,8 +1,10 @@
 """PyTorch FSDP2 and DeepSpeed ZeRO-2 as rows of the table: N processes each, of any interpreter that has them."""
 
+import contextlib
 import json
 import os
 import selectors
+import shutil
 import socket
 import subprocess
 import tempfile
@@ -48,6 +50,8 @@ class Peer:
         folder = Path(self._folder.name)
         (folder / "case.json").write_text(json.dumps({"kind": KINDS[name], **settings}))
         np.savez(folder / "case.npz", batches=batches, **params)
+        if shutil.which(python) is None:
+            raise Absent(f"there is no interpreter {python}")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -83,8 +87,9 @@ class Peer:
 
     def step(self) -> dict[str, float]:
         """One step in all processes: `loss`, `seconds`, `sent_bytes` of process 0."""
-        self._first.stdin.write(b"step\n")
-        self._first.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and its last words are read below
+            self._first.stdin.write(b"step\n")
+            self._first.stdin.flush()
         return self._answer()
 
     def close(self) -> None:
