@@ -62,6 +62,7 @@ class Peer:
                 stdin=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                 stderr=self._errors,
+                bufsize=0,
                 env={
                     **{key: x for key, x in os.environ.items() if key != "PYTHONPATH"},
                     "RANK": str(rank),
@@ -89,7 +90,6 @@ class Peer:
         """One step in all processes: `loss`, `seconds`, `sent_bytes` of process 0."""
         with contextlib.suppress(BrokenPipeError):  # it has ended, and its last words are read below
             self._first.stdin.write(b"step\n")
-            self._first.stdin.flush()
         return self._answer()
 
     def close(self) -> None:
