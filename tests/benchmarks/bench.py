@@ -190,7 +190,9 @@ def sections(results: dict[str, Any]) -> dict[str, str]:
     if rows := results.get("h200", {}).get("rows"):
         found["h200"] = "\n".join([aot.HEADER, *(aot.line(name, row) for name, row in rows.items())])
     if "growth" in results:
-        found["growth"] = growth.table(results["growth"]["axes"])
+        axes = results["growth"]["axes"]
+        pictures = [f"![What a step costs, by {axis}]({growth.file_name(axis)})" for axis in axes]
+        found["growth"] = "\n".join([*pictures, "", growth.table(axes)])
     for part in found:
         run = results[part]["environment"]
         found[part] += f"\n\n{', '.join(f'{key} {x}' for key, x in run.items())}."
