@@ -85,7 +85,7 @@ AXES = {
     ),
     "leaves": Axis((10, 100, 1000, 5000), leaves_case, compiled=1000),
 }
-QUICK = {"leaves": dataclasses.replace(AXES["leaves"], points=(2, 4), names=(programs.PLAIN, STAGES[0]))}
+QUICK = {"leaves": Axis((2, 4), leaves_case, (programs.PLAIN, STAGES[0]), compiled=2)}
 
 
 def points(axis: Axis, rounds: int = ROUNDS) -> Iterator[tuple[int, dict[str, measure.Row]]]:
@@ -169,6 +169,9 @@ def table(results: dict[str, dict[str, dict[str, measure.Row]]]) -> str:
             cells = []
             for metric in METRICS:
                 known = [(x, y) for x, at in rows.items() if (y := ratio_of(at, name, metric)) is not None]
+                if not known:
+                    cells.append("")
+                    continue
                 (_, low), (last, high) = known[0], known[-1]  # one device sends nothing
                 reach = "" if last == list(rows)[-1] else f" (at {last})"
                 cells.append(f"{low:.2f} → {high:.2f}{reach}")
