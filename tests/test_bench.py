@@ -25,7 +25,7 @@ def test_the_quick_table_has_every_row_and_all_lose_alike(bench, tmp_path, capsy
     names = {*bench.programs.PROGRAMS, *bench.peers.KINDS}
     assert rows.keys() | absent.keys() == names
     assert not rows.keys() & absent.keys()
-    assert len([name for name in rows if name.startswith("zero2jax")]) == 3
+    assert rows.keys() >= {"constraints in the model", "zero2jax stage 2", "zero2jax stage 3"}
     plain = rows[bench.programs.PLAIN]["losses"]
     for row in rows.values():
         assert row["losses"] == pytest.approx(plain, rel=1e-5)

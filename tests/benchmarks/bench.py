@@ -3,7 +3,7 @@
     python tests/benchmarks/bench.py [--parts table h200 growth] [--torch-python PATH] [--out DIR] [--docs]
 
 Writes `bench.json`, `table.md` and a picture per axis of `growth.py` into the folder; parts that are not asked for stay
-as an earlier run left them there. `--docs` puts all into `docs/benchmarks.md`.
+as an earlier run left them there. `--docs` puts all that there is into `docs/benchmarks.md`; `--parts` may be none.
 
 Eight simulated CPU devices train one small GPT (`gpt.py`) in fp32 from the same parameters on the same data, in every
 way of `programs.py`: first their losses are compared, then their steps take turns. Torch's rows are eight processes of
@@ -16,7 +16,6 @@ import argparse
 import functools
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -41,13 +40,22 @@ DOCS = Path(__file__).parents[2] / "docs"
 PARTS = ("table", "h200", "growth")
 MODEL = gpt.Config(num_layers=4, hidden=256, num_heads=4, context=64, vocab=256)
 QUICK = gpt.Config(num_layers=1, hidden=16, num_heads=2, context=8, vocab=32, scanned=False)
+QUICK_LEAVES_OUT = {
+    "zero2jax stage 1": "with one microbatch it runs stage 2's program",
+    **dict.fromkeys(peers.KINDS, "it takes a minute to start"),
+}
 NUM_STEPS = 5  # whose losses are compared
 
 
 def table_rows(
-    model: gpt.Config, devices: tuple, rounds: int, lower_rounds: int, torch_python: str | None
+    model: gpt.Config,
+    devices: tuple,
+    rounds: int,
+    lower_rounds: int,
+    torch_python: str,
+    left_out: dict[str, str],
 ) -> tuple[dict[str, measure.Row], dict[str, str]]:
-    """(rows, why each absent one is absent) of the programs here; a sequence per device.
+    """(rows, why each absent one is absent) of the programs here but those `left_out`; a sequence per device.
 
     Raises:
       measure.LossesDiffer: a row of JAX trains otherwise than the plain step.
@@ -61,7 +69,8 @@ def table_rows(
         hooks=gpt.Hooks,
         logical_axes=gpt.LOGICAL_AXES,
     )
-    absent = {name: why for name in programs.PROGRAMS if (why := programs.refusal(name, case))}
+    refused = {name: why for name in programs.PROGRAMS if (why := programs.refusal(name, case))}
+    absent = {**refused, **left_out}
     names = [name for name in programs.PROGRAMS if name not in absent]
     measured = measure.Measured(case, names, lower_rounds)
     params = gpt.first_params(model)
@@ -73,10 +82,8 @@ def table_rows(
     measure.check_losses(measured.rows)
 
     running = {}
-    for name in peers.KINDS:
+    for name in [name for name in peers.KINDS if name not in absent]:
         try:
-            if torch_python is None:
-                raise peers.Absent("not asked for")
             running[name] = peer = start_peer(name, torch_python, case, model, params, batches)
             steps = [peer.step() for _ in range(NUM_STEPS)]
             row = {
@@ -199,7 +206,7 @@ def sections(results: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def write_docs(results: dict[str, Any], folder: Path) -> None:
+def write_docs(results: dict[str, Any]) -> None:
     """Put the tables between the comments of `docs/benchmarks.md` that name them, and the pictures beside it."""
     page = DOCS / "benchmarks.md"
     text = page.read_text()
@@ -208,8 +215,8 @@ def write_docs(results: dict[str, Any], folder: Path) -> None:
         before, _, after = text.partition(begin)
         text = before + begin + section + end + after.partition(end)[2]
     page.write_text(text)
-    for axis in results.get("growth", {}).get("axes", {}):
-        shutil.copy(folder / growth.file_name(axis), DOCS)
+    for axis, rows in results.get("growth", {}).get("axes", {}).items():
+        growth.picture(axis, rows, DOCS / growth.file_name(axis))
 
 
 def environment() -> dict[str, str]:
@@ -230,8 +237,8 @@ def run(part: str, args: argparse.Namespace, earlier: dict[str, Any]) -> Iterato
     """The results of one part, again as they grow, and its pictures; `earlier` ones are of axes not asked for."""
     if part == "table":
         devices = tuple(jax.devices()[: 2 if args.quick else 8])
-        few = (QUICK, devices, 0, 0, None)
-        rows, absent = table_rows(*few if args.quick else (MODEL, devices, args.rounds, 5, args.torch_python))
+        how = (QUICK, devices, 0, 0) if args.quick else (MODEL, devices, args.rounds, 5)
+        rows, absent = table_rows(*how, args.torch_python, QUICK_LEAVES_OUT if args.quick else {})
         yield {"rows": rows, "absent": absent}
     elif part == "h200":
         rows, why = h200_rows()
@@ -250,7 +257,7 @@ def run(part: str, args: argparse.Namespace, earlier: dict[str, Any]) -> Iterato
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=[*PARTS])
     parser.add_argument("--axes", nargs="+", choices=growth.AXES, default=[*growth.AXES], help="of growth")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--torch-python", default=sys.executable, help="an interpreter with torch, deepspeed")
@@ -275,7 +282,7 @@ def main(argv: list[str] | None = None) -> None:
     (args.out / "table.md").write_text(text)
     print(f"\n{text}")
     if args.docs:
-        write_docs(results, args.out)
+        write_docs(results)
 
 
 if __name__ == "__main__":
