@@ -36,7 +36,7 @@ def test_the_quick_table_has_every_row_and_all_lose_alike(bench, tmp_path, capsy
     )  # two devices
     text = (tmp_path / "table.md").read_text()
     assert all(f"| {name} |" in text for name in rows)
-    assert all(f"Absent: {name}: " in text for name in absent)
+    assert all(f"Absent: {name}: {why}." in text for name, why in absent.items())
     assert results["growth"]["axes"].keys() == {"leaves"}
     assert (tmp_path / "growth_leaves.png").stat().st_size < 60_000
 

@@ -185,7 +185,10 @@ def table(results: dict[str, Any]) -> str:
     absent = dict(results["table"]["absent"])
     if why := results.get("h200", {}).get("absent", "this part was not run"):
         absent["8 x H200"] = why
-    lines += [f"Absent: {name}: {why}" for name, why in absent.items()]
+    lines += [f"Absent: {name}: {why}." for name, why in absent.items()]
+    for name, row in here.items():
+        if "versions" in row:
+            lines.append(f"{name}: {', '.join(f'{key} {x}' for key, x in row['versions'].items())}.")
     return "\n".join(lines)
 
 
