@@ -18,8 +18,18 @@ def bench(monkeypatch):
         yield bench
 
 
-def test_the_quick_table_has_every_row_and_all_lose_alike(bench, tmp_path, capsys):
-    bench.main(["--quick", "--out", str(tmp_path)])
+def test_the_quick_table_has_every_row_and_all_lose_alike(bench, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "DOCS", tmp_path)
+    page = tmp_path / "benchmarks.md"
+    page.write_text(
+        "<!-- make bench: table -->\n<!-- end -->\nkept\n<!-- make bench: growth -->\n<!-- end -->\nkept\n"
+    )
+    bench.main(["--quick", "--docs", "--out", str(tmp_path)])
+    first = page.read_text()
+    bench.main(["--quick", "--parts", "--docs", "--out", str(tmp_path)])  # of what is there
+    assert page.read_text() == first
+    assert first.count("\nkept\n") == 2
+    assert bench.sections(json.loads((tmp_path / "bench.json").read_text()))["table"] in first
     results = json.loads((tmp_path / "bench.json").read_text())
     rows, absent = results["table"]["rows"], results["table"]["absent"]
     names = {*bench.programs.PROGRAMS, *bench.peers.KINDS}

@@ -214,9 +214,9 @@ def write_docs(results: dict[str, Any]) -> None:
     page = DOCS / "benchmarks.md"
     text = page.read_text()
     for part, section in sections(results).items():
-        begin, end = f"<!-- make bench: {part} -->\n", "\n<!-- end -->"
+        begin, end = f"<!-- make bench: {part} -->\n", "<!-- end -->"
         before, _, after = text.partition(begin)
-        text = before + begin + section + end + after.partition(end)[2]
+        text = f"{before}{begin}{section}\n{end}{after.partition(end)[2]}"
     page.write_text(text)
     for axis, rows in results.get("growth", {}).get("axes", {}).items():
         growth.picture(axis, rows, DOCS / growth.file_name(axis))
