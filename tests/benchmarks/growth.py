@@ -155,7 +155,8 @@ def picture(axis: str, rows: dict[str, dict[str, measure.Row]], path: Path) -> N
     figure.tight_layout()
     figure.savefig(path, dpi=72)
     plt.close(figure)
-    Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)  # a third of the bytes
+    with Image.open(path) as image:
+        image.convert("RGB").quantize(64).save(path, optimize=True)  # a third of the bytes
 
 
 def file_name(axis: str) -> str:
