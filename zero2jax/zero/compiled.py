@@ -80,14 +80,14 @@ class Compiled:
         if self._options is None:
             given = self._given_options
             given = given(self.layout.params) if callable(given) else given or {}
-            at_use, mesh = self._program.settings.step.at_use, self._program.mesh
+            step, mesh = self._program.settings.step, self._program.mesh
             held = self._program.settings.held_layer_bytes(mesh)
             stored = sum(
                 math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
                 for x in jax.tree.leaves(self.abstract_state())
             )
-            options = with_room_for_layers(given, held, stored, mesh)
-            self._options = {**self.required, **with_pipelined_gathers(options, at_use, mesh)}
+            options = with_pipelined_gathers(given, step.at_use, mesh, step.num_microbatches)
+            self._options = {**self.required, **with_room_for_layers(options, held, stored, mesh)}
         return self._options
 
     def _jit_step(self, **options: Any) -> Any:
