@@ -9,8 +9,8 @@ settings, and what it would free on each device:
     2 x microbatches   half of the activations: of what was wanted less gradients and parameters
     offload            masters and optimizer state, less the parameters that stay in the compute dtype
 
-in the order of what they cost: more buffers to hand over, nothing, smaller products, half as much communication again, a
-transfer per step.
+in the order of what they cost: more buffers to hand over, nothing, smaller products, half as much communication again,
+a transfer per step.
 """
 
 import contextlib

@@ -12,9 +12,11 @@ import concurrent.futures
 import dataclasses
 import math
 import os
+import shutil
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -128,9 +130,13 @@ def measured_rates(device: jax.Device, nvme_path: str | os.PathLike[str] | None 
         up, rates["up"] = _timed(lambda here=here: jax.device_put(here, device, may_alias=False))
         _, rates["down"] = _timed(lambda up=up: jax.device_put(up, host, may_alias=False))
     if nvme_path is not None:
-        folder = Folder(nvme_path, jax.process_index(), jax.process_count())
-        file = folder.write("probe", lambda: data).result()
-        folder.read(file).result()
+        # beside those of a run, which may be using its own
+        root = Path(nvme_path) / f"zero2jax-probe-{os.getpid()}"
+        try:
+            folder = Folder(root, jax.process_index(), jax.process_count())
+            folder.read(folder.write("probe", lambda: data).result()).result()
+        finally:
+            shutil.rmtree(root, ignore_errors=True)
         rates |= {"write": folder.writes.taken(), "read": folder.reads.taken()}
     return rates
 
