@@ -426,7 +426,7 @@ class Engine(WithSettings):
 
     def _running(self, traced: bool = False, state: TrainState | None = None) -> AbstractContextManager[None]:
         """Around a program of ours; see `running`, and `explained` for a device without room."""
-        program = lambda: None if self._functions is None else self._blueprint.program(self.layout)
+        program = lambda: None if self._functions is None else self._functions.program
         return running(self.mesh, self.axes.names, explained(program, state), traced)
 
     def trace_with(self, batch: PyTree, loss_args: LossArgs, loss: losses.Loss) -> Any:

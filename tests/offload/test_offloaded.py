@@ -211,10 +211,19 @@ def test_inside_of_a_program_of_the_user_it_is_refused(engines):
         jax.jit(lambda batch: engine.step(state, batch))(make_batch())
 
 
-@pytest.mark.parametrize("settings", [{}, {"update_on": "device"}, {"ratio": "auto", "device_bytes": 10**6}])
-def test_an_optimizer_that_asks_for_the_loss_as_a_function_is_refused(settings):
-    engine = make_engine(NUM, tx=optax.lbfgs(), offload=zero2jax.OffloadSettings(**settings))
-    message = r"offloading to host memory \(offload=...\): the optimizer takes value_fn, .* without offload"
+@pytest.mark.parametrize(
+    ("tx", "name", "settings"),
+    [
+        (optax.lbfgs(), "value_fn", {"ratio": "auto", "device_bytes": 10**6}),
+        (optax.contrib.sophia(1e-2), "obj_fn", {"update_on": "device"}),
+        (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True), "grad_fn", {}),
+    ],
+)
+def test_an_optimizer_that_evaluates_the_loss_is_refused(tx, name, settings):
+    engine = make_engine(NUM, tx=tx, offload=zero2jax.OffloadSettings(**settings))
+    message = (
+        rf"offloading to host memory \(offload=...\): the optimizer evaluates {name}, .* without offload"
+    )
     with pytest.raises(ValueError, match=message):
         engine.abstract_state(make_params())
 

@@ -52,6 +52,11 @@ class Compiled:
         self._sources: collections.Counter[Any] = collections.Counter()  # losses compiled of the same code
         self.compared = False  # whether the processes have agreed that they run the same step
 
+    @property
+    def program(self) -> StepProgram:
+        """The step's pure functions."""
+        return self._program
+
     # No `functools.cached_property`, whose frame would hide the user's line from the warnings that are given here.
 
     @property
