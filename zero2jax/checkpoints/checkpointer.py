@@ -338,10 +338,10 @@ class Checkpointer:
 
         def take() -> list[tuple[SavedLeaf, list[HostBlock]]]:
             taken = []
-            for leaf in leaves:
-                x = values.pop(0)  # nobody but the caller has it then
-                if self._save_frozen or leaf.trainable is not False:
-                    taken.append(host_blocks(leaf, x, copy=copy))
+            for stored in leaves:
+                value = values.pop(0)  # nobody but the caller has it then
+                if self._save_frozen or stored.trainable is not False:
+                    taken.append(host_blocks(stored, value, copy=copy))
             for i, x in enumerate(arrays):
                 leaf = SavedLeaf(f"{EXTRA}{i}", x.dtype, x.shape)
                 box = tuple((0, n) for n in x.shape)

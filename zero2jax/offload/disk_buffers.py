@@ -44,9 +44,9 @@ class Buffers:
         lent.callback(block.release)
         memory = lent.enter_context(block.held())
         # no array, which NumPy's views would pass over to hold what it is a view of
-        owner = (ctypes.c_ubyte * num_bytes).from_buffer(memory)
+        owner = (ctypes.c_ubyte * num_bytes).from_buffer(memory.data)
         weakref.finalize(owner, self._let_go.append, lent).atexit = False
-        return np.frombuffer(owner, np.uint8)
+        return np.frombuffer(memoryview(owner), np.uint8)
 
     def _block(self, num_bytes: int) -> Block | None:
         while self._let_go:  # not in the finalizer, which may run while the arena allocates
