@@ -44,6 +44,6 @@ The files, in reading order:
   functions     which of them an engine has
   between       a state in host memory between two phases, of any engine
 
-Imports `base`, `zero` and `memory`; `zero` never imports it. Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model
-Training, arXiv:2101.06840, sections 3 and 4.
+Imports `base`, `zero` and `memory`; `zero` never imports it. Ren et al., ZeRO-Offload: Democratizing Billion-Scale
+Model Training, arXiv:2101.06840, sections 3 and 4.
 """
