@@ -62,10 +62,10 @@ def test_the_loss_equals_that_of_full_logits_and_scores_and_layers_in_a_python_l
     def unrolled(params, tokens):
         gpt = nnx.merge(nnx.graphdef(model.shapes_of(plain)), params)
         block_def, stacked = nnx.split(gpt.blocks)
-        x = gpt.embed[tokens[:, :-1]] + gpt.position[None]
+        x = (gpt.embed[tokens[:, :-1]] + gpt.position[None]).swapaxes(0, 1)  # T comes first
         for i in range(CONFIG.num_layers):
             x = nnx.merge(block_def, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))(x)
-        logits = gpt.norm(x) @ gpt.embed.T
+        logits = gpt.norm(x).swapaxes(0, 1) @ gpt.embed.T
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     params = jax.jit(init_fn)(jax.random.key(0))
