@@ -38,6 +38,7 @@ class GPTConfig:
     num_heads: int
     context: int
     vocab: int
+    """Words; the embedding has rows behind them, to `padded_vocab`."""
     saved: str = "nothing_saveable"
     """What a layer saves for backward, a name in `jax.checkpoint_policies`; everything else is recomputed."""
     attention: str = "blocked"
@@ -48,12 +49,17 @@ class GPTConfig:
     """Mesh axis that T is sharded over between the products of a layer: its devices have one copy of `x` together, and
     of what a layer saves. `model`, with tensor parallelism; needs a loss that runs on such a mesh."""
 
+    @property
+    def padded_vocab(self) -> int:
+        """A multiple of 128: of any usual number of devices, so that checkpoints go from one to another."""
+        return -(-self.vocab // 128) * 128
+
 
 PRESETS = {
     "tiny": GPTConfig(num_layers=2, hidden=128, num_heads=4, context=128, vocab=256),
-    "small": GPTConfig(num_layers=12, hidden=768, num_heads=12, context=1024, vocab=50304),  # GPT-2, 124e6
-    "1.5b": GPTConfig(num_layers=48, hidden=1600, num_heads=25, context=1024, vocab=50304),  # GPT-2
-    "6.7b": GPTConfig(num_layers=32, hidden=4096, num_heads=32, context=2048, vocab=50304),  # GPT-3, 6.7e9
+    "small": GPTConfig(num_layers=12, hidden=768, num_heads=12, context=1024, vocab=50257),  # GPT-2, 124e6
+    "1.5b": GPTConfig(num_layers=48, hidden=1600, num_heads=25, context=1024, vocab=50257),  # GPT-2
+    "6.7b": GPTConfig(num_layers=32, hidden=4096, num_heads=32, context=2048, vocab=50257),  # GPT-3, 6.7e9
     # Megatron-LM's vocabulary, padded for 16-way model parallelism, as in the ZeRO paper and the blog of ZeRO-2
     "8b": GPTConfig(num_layers=72, hidden=3072, num_heads=24, context=1024, vocab=51200),
     "13b": GPTConfig(num_layers=62, hidden=4096, num_heads=32, context=1024, vocab=51200),
@@ -149,7 +155,7 @@ class GPT(nnx.Module):
         init = nnx.initializers.normal(0.02)
         # Plain parameters: `nnx.Embed` would compute in the dtype that it was created with.
         embed = sharded(init, "model", None)
-        self.embed = nnx.Param(embed(rngs.params(), (config.vocab, config.hidden)))
+        self.embed = nnx.Param(embed(rngs.params(), (config.padded_vocab, config.hidden)))
         self.position = nnx.Param(init(rngs.params(), (config.context, config.hidden)))
         self.norm = make_norm(config.hidden, rngs)
         self.config = config
@@ -174,7 +180,8 @@ class GPT(nnx.Module):
         return full(self.norm(layer(x, self.blocks)).astype(x.dtype), axis)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return (self.hidden_states(tokens).swapaxes(0, 1) @ self.embed.T).astype(jnp.float32)
+        words = self.embed[: self.config.vocab]
+        return (self.hidden_states(tokens).swapaxes(0, 1) @ words.T).astype(jnp.float32)
 
 
 def shapes_of(config: GPTConfig) -> GPT:
@@ -208,10 +215,10 @@ def make_loss(config: GPTConfig) -> tuple[Callable, Callable]:
         tokens = tokens.astype(jnp.int32)
         gpt, targets = nnx.merge(graphdef, params), tokens[:, 1:].T
         hidden, weights = gpt.hidden_states(tokens[:, :-1]), jnp.ones(targets.shape)
-        return (
-            chunked_cross_entropy(hidden, gpt.embed[...], targets, weights, config.chunk_tokens)
-            / targets.size
+        total = chunked_cross_entropy(
+            hidden, gpt.embed[...], targets, weights, config.chunk_tokens, config.vocab
         )
+        return total / targets.size
 
     return init_fn, loss_fn
 
