@@ -38,6 +38,7 @@ class GPTConfig:
     num_heads: int
     context: int
     vocab: int
+    """Words; the embedding has rows behind them, to `padded_vocab`."""
     saved: str = "nothing_saveable"
     """What a layer saves for backward, a name in `jax.checkpoint_policies`; everything else is recomputed."""
     attention: str = "blocked"
@@ -48,12 +49,17 @@ class GPTConfig:
     """Mesh axis that T is sharded over between the products of a layer: its devices have one copy of `x` together, and
     of what a layer saves. `model`, with tensor parallelism; needs a loss that runs on such a mesh."""
 
+    @property
+    def padded_vocab(self) -> int:
+        """A multiple of 128: of any usual number of devices, so that checkpoints go from one to another."""
+        return -(-self.vocab // 128) * 128
+
 
 PRESETS = {
     "tiny": GPTConfig(num_layers=2, hidden=128, num_heads=4, context=128, vocab=256),
-    "small": GPTConfig(num_layers=12, hidden=768, num_heads=12, context=1024, vocab=50304),  # GPT-2, 124e6
-    "1.5b": GPTConfig(num_layers=48, hidden=1600, num_heads=25, context=1024, vocab=50304),  # GPT-2
-    "6.7b": GPTConfig(num_layers=32, hidden=4096, num_heads=32, context=2048, vocab=50304),  # GPT-3, 6.7e9
+    "small": GPTConfig(num_layers=12, hidden=768, num_heads=12, context=1024, vocab=50257),  # GPT-2, 124e6
+    "1.5b": GPTConfig(num_layers=48, hidden=1600, num_heads=25, context=1024, vocab=50257),  # GPT-2
+    "6.7b": GPTConfig(num_layers=32, hidden=4096, num_heads=32, context=2048, vocab=50257),  # GPT-3, 6.7e9
     # Megatron-LM's vocabulary, padded for 16-way model parallelism, as in the ZeRO paper and the blog of ZeRO-2
     "8b": GPTConfig(num_layers=72, hidden=3072, num_heads=24, context=1024, vocab=51200),
     "13b": GPTConfig(num_layers=62, hidden=4096, num_heads=32, context=1024, vocab=51200),
@@ -71,8 +77,8 @@ def sharded(init: Callable, *axes: str | None) -> Callable:
     return nnx.with_partitioning(init, axes, eager_sharding=False)
 
 
-def spread(x: jax.Array, axis: str | None, dim: int = 1) -> jax.Array:
-    """(B, T, D), with T (or another dim) sharded over a mesh axis; untouched without an axis.
+def spread(x: jax.Array, axis: str | None, dim: int = 0) -> jax.Array:
+    """(T, B, D), with T (or another dim) sharded over a mesh axis; untouched without an axis.
 
     A layer's first products need all of T, and its second ones are sums over `axis`: the compiler gathers before those
     and reduce-scatters after these, in place of an all-reduce (arXiv:2205.05198).
@@ -83,7 +89,7 @@ def spread(x: jax.Array, axis: str | None, dim: int = 1) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def full(x: jax.Array, axis: str | None) -> jax.Array:
-    """(B, T, D) with all of T on each device of a mesh axis; its cotangent is spread."""
+    """(T, B, D) with all of T on each device of a mesh axis; its cotangent is spread."""
     return x if axis is None else jax.lax.with_sharding_constraint(x, P(*[None] * x.ndim))
 
 
@@ -91,7 +97,7 @@ full.defvjp(lambda x, axis: (full(x, axis), None), lambda axis, _, cotangent: (s
 
 
 class Summed(nnx.Module):
-    """x @ kernel.T, (B, T, inputs) -> (B, T, outputs), with inputs sharded over `model`.
+    """x @ kernel.T, (T, B, inputs) -> (T, B, outputs), with inputs sharded over `model`.
 
     The kernel is (outputs, inputs): the dim that is left for the data axis comes first, and a gather over a later dim
     needs a copy of all layers in another layout.
@@ -114,7 +120,7 @@ def make_norm(dim: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 
 class Block(nnx.Module):
-    """One layer: (B, T, D) -> (B, T, D)."""
+    """One layer: (T, B, D) -> (T, B, D). T comes first: a gather over a later dim would be copied before a product."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         D, L = config.hidden, config.num_layers
@@ -133,8 +139,8 @@ class Block(nnx.Module):
         y = full(self.norm1(x).astype(x.dtype), axis)
         qkv = checkpoint_name(spread(self.qkv(y), axis, 2), "qkv_proj")
         heads = qkv.reshape(*x.shape[:2], self.config.num_heads, -1)
-        q, k, v = jnp.split(heads, 3, axis=-1)  # (B, T, H, 3 D/H) -> 3 * (B, T, H, D/H)
-        attended = attention(q, k, v, implementation=self.config.attention)
+        q, k, v = jnp.split(heads.swapaxes(0, 1), 3, axis=-1)  # (T, B, H, 3 D/H) -> 3 * (B, T, H, D/H)
+        attended = attention(q, k, v, implementation=self.config.attention).swapaxes(0, 1)
         attended = checkpoint_name(spread(attended.reshape(x.shape), axis, 2), "attention")
         x = x + checkpoint_name(spread(self.out(attended), axis), "out_proj")
         y = full(self.norm2(x).astype(x.dtype), axis)
@@ -149,7 +155,7 @@ class GPT(nnx.Module):
         init = nnx.initializers.normal(0.02)
         # Plain parameters: `nnx.Embed` would compute in the dtype that it was created with.
         embed = sharded(init, "model", None)
-        self.embed = nnx.Param(embed(rngs.params(), (config.vocab, config.hidden)))
+        self.embed = nnx.Param(embed(rngs.params(), (config.padded_vocab, config.hidden)))
         self.position = nnx.Param(init(rngs.params(), (config.context, config.hidden)))
         self.norm = make_norm(config.hidden, rngs)
         self.config = config
@@ -162,7 +168,7 @@ class GPT(nnx.Module):
         self.blocks = make_blocks(rngs)  # every parameter stacked: (L, ...)
 
     def hidden_states(self, tokens: jax.Array) -> jax.Array:
-        """The last norm's output, (B, T, D)."""
+        """The last norm's output, (T, B, D)."""
 
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
         @nnx.remat(policy=getattr(jax.checkpoint_policies, self.config.saved))
@@ -170,11 +176,12 @@ class GPT(nnx.Module):
             return block(x)
 
         axis = self.config.sequence_axis
-        x = spread(self.embed[tokens] + self.position[None, : tokens.shape[1]], axis)
+        x = spread(self.embed[tokens.T] + self.position[: tokens.shape[1], None], axis)
         return full(self.norm(layer(x, self.blocks)).astype(x.dtype), axis)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return (self.hidden_states(tokens) @ self.embed.T).astype(jnp.float32)
+        words = self.embed[: self.config.vocab]
+        return (self.hidden_states(tokens).swapaxes(0, 1) @ words.T).astype(jnp.float32)
 
 
 def shapes_of(config: GPTConfig) -> GPT:
@@ -206,12 +213,12 @@ def make_loss(config: GPTConfig) -> tuple[Callable, Callable]:
 
     def loss_fn(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
         tokens = tokens.astype(jnp.int32)
-        gpt, targets = nnx.merge(graphdef, params), tokens[:, 1:]
+        gpt, targets = nnx.merge(graphdef, params), tokens[:, 1:].T
         hidden, weights = gpt.hidden_states(tokens[:, :-1]), jnp.ones(targets.shape)
-        return (
-            chunked_cross_entropy(hidden, gpt.embed[...], targets, weights, config.chunk_tokens)
-            / targets.size
+        total = chunked_cross_entropy(
+            hidden, gpt.embed[...], targets, weights, config.chunk_tokens, config.vocab
         )
+        return total / targets.size
 
     return init_fn, loss_fn
 
