@@ -42,7 +42,7 @@ def test_gathers_are_pipelined_where_they_are_in_the_loop_over_layers(on_a_gpu, 
     assert options.pop("xla_other") == 1
     both = [early | two for early in schedule._EARLY_GATHERS for two in schedule._TWO_LAYERS]
     assert options in (both if at_use else [{}])
-    several = with_pipelined_gathers({}, at_use, on_a_gpu, num_microbatches=2)
+    several = with_pipelined_gathers({}, at_use, on_a_gpu, in_twos=False)
     assert several in (schedule._EARLY_GATHERS if at_use else [{}])
     assert with_pipelined_gathers(OFF, at_use, on_a_gpu) == OFF  # overlap_comm: false
 
@@ -70,6 +70,22 @@ def test_the_limit_of_memory_is_raised_by_the_layers_that_the_compiler_counts_ag
     assert room(30, options={LIMIT: 90}) == {LIMIT: 90}
     (two,) = schedule._TWO_LAYERS
     assert room(30, options=two) == {LIMIT: 190, **two}  # once more for each layer of an iteration
+
+
+@pytest.mark.parametrize(
+    ("axes", "num_microbatches", "in_twos"),
+    [({"data": 2}, 1, True), ({"data": 2}, 2, False), ({"data": 1, "model": 2}, 1, False)],
+)
+def test_two_layers_share_an_iteration_without_other_loops_and_axes(
+    on_a_gpu, axes, num_microbatches, in_twos
+):
+    loss = lambda params, batch: (batch @ params["w"]).sum()
+    engine = zero2jax.Engine(
+        loss, optax.sgd(0.1), zero2jax.make_mesh(**axes), num_microbatches=num_microbatches
+    )
+    engine.abstract_state({"w": jax.ShapeDtypeStruct((4, 4), jnp.float32)})
+    (two,) = schedule._TWO_LAYERS
+    assert (two.items() <= engine.compiler_options.items()) == in_twos
 
 
 @pytest.mark.parametrize(("stage", "held"), [(1, True), (2, True), (3, False)])

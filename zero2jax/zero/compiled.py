@@ -91,7 +91,8 @@ class Compiled:
                 math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
                 for x in jax.tree.leaves(self.abstract_state())
             )
-            options = with_pipelined_gathers(given, step.at_use, mesh, step.num_microbatches)
+            in_twos = step.num_microbatches == 1 and set(mesh.axis_names) <= set(step.axes.names)
+            options = with_pipelined_gathers(given, step.at_use, mesh, in_twos)
             self._options = {**self.required, **with_room_for_layers(options, held, stored, mesh)}
         return self._options
 
