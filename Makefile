@@ -41,9 +41,10 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "wrote site/index.html"
 
+# With EXTRAS=example,plan the programs are compiled for GPUs, too. TORCH_PYTHON: an interpreter with torch and deepspeed.
+TORCH_PYTHON ?= $(BIN)/python
 bench: $(VENV)/.$(EXTRAS)
-	JAX_PLATFORMS=cpu $(BIN)/python tests/benchmarks/step.py
-	JAX_PLATFORMS=cpu $(BIN)/python tests/benchmarks/aot.py
+	JAX_PLATFORMS=cpu $(BIN)/python tests/benchmarks/bench.py --torch-python $(TORCH_PYTHON)
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "zero2jax needs Python 3.11 or newer; set PYTHON=/path/to/python" >&2; exit 1; }

@@ -3,8 +3,13 @@
     out_i = sum_j softmax_j(q_i . k_j / sqrt(H)) v_j        j <= i, in i's segment and window
 
 `blocked_attention` runs everywhere and is exact: only the scores of one block of queries exist at once, in backward
-too, which computes them again. Softmax and sums are fp32; products, forward and backward, take operands in the dtype of
-`q`. `cudnn_refusal` says whether cuDNN's kernel, which holds no scores in memory, can be had for such arrays here.
+too, which computes them again. The queries are in up to `PIECES` pieces, and none multiplies by the keys behind its
+end: of four, three eighths of the work are left out. Softmax and sums are fp32; products, forward and backward, take
+operands in the dtype of `q`. `cudnn_refusal` says whether cuDNN's kernel, which holds no scores in memory, can be had
+for such arrays here.
+
+Each piece is a loop over blocks. Written out, XLA's scheduler would hide collectives behind their small products, which
+it takes to be slower than they are.
 
     B sequences, T tokens each, H size of a head; several heads of queries may share one of keys and values
 """
@@ -22,6 +27,7 @@ IMPLEMENTATIONS = ("blocked", "cudnn", "xla")  # the last two are those of jax.n
 SCORE_ELEMENTS = (
     2**25
 )  # of a block of queries, over all sequences and heads of a device's batch: 128 MiB in fp32
+PIECES = 4  # of the queries, each of which multiplies by the keys up to its own end
 MASKED = -1e30  # not -inf: a padded row sees nothing, and must not be NaN
 
 
@@ -108,29 +114,33 @@ def blocked_attention(
     score_elements = SCORE_ELEMENTS if score_elements is None else score_elements
     rows = min(T, 2 ** int(math.log2(max(1, score_elements // (B * heads * T)))))
     num_blocks = -(-T // rows)
+    per_piece = max(2, -(-num_blocks // PIECES))
     padded = jnp.pad(q, ((0, 0), (0, num_blocks * rows - T), (0, 0), (0, 0)))
     blocks = padded.reshape(B, num_blocks, rows, kv_heads, heads // kv_heads, H).swapaxes(0, 1)
-    keys = jnp.arange(T)
+    firsts = rows * jnp.arange(num_blocks)
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def attend(block: tuple[jax.Array, jax.Array]) -> jax.Array:
-        q, first = block
-        queries = first + jnp.arange(rows)
-        distance = queries[:, None] - keys[None]
-        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-        seen = seen[None, None, None]
-        if segments is not None:
-            own = segments[:, jnp.minimum(queries, T - 1)]
-            seen = seen & (own[:, :, None] == segments[:, None])[:, None, None]
-        weights = jax.nn.softmax(jnp.where(seen, _scores(q, k) / math.sqrt(H), MASKED), axis=-1).astype(
-            v.dtype
-        )
-        return jnp.einsum("bkgrt,btkh->brkgh", weights, v)
+    def piece(start: int) -> jax.Array:
+        stop = min(start + per_piece, num_blocks)
+        since = max(0, start * rows - window + 1) if isinstance(window, int) else 0
+        keys = slice(since, min(stop * rows, T))
 
-    if num_blocks == 1:
-        out = attend((blocks[0], 0))[None]
-    else:
-        out = jax.lax.map(attend, (blocks, rows * jnp.arange(num_blocks)))
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def attend(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+            q, first = block
+            queries = first + jnp.arange(rows)
+            distance = queries[:, None] - jnp.arange(T)[None, keys]
+            seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            seen = seen[None, None, None]
+            if segments is not None:
+                own = segments[:, jnp.minimum(queries, T - 1)]
+                seen = seen & (own[:, :, None] == segments[:, None, keys])[:, None, None]
+            scores = jnp.where(seen, _scores(q, k[:, keys]) / math.sqrt(H), MASKED)
+            weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+            return jnp.einsum("bkgrt,btkh->brkgh", weights, v[:, keys])
+
+        return jax.lax.map(attend, (blocks[start:stop], firsts[start:stop]))
+
+    out = jnp.concatenate([piece(start) for start in range(0, num_blocks, per_piece)])
     return out.swapaxes(0, 1).reshape(B, num_blocks * rows, heads, H)[:, :T]
 
 

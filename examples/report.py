@@ -24,19 +24,32 @@ LOGGED = ("loss", "grad_norm", "grad_norm_clipped", "learning_rate", "applied", 
 
 
 class Trace:
-    """A trace of some steps in a folder, for TensorBoard's profile plugin, xprof or Perfetto; none without a folder."""
+    """A trace of some steps in a folder, for TensorBoard's profile plugin, xprof or Perfetto; none without a folder.
+
+    `with Trace(...) as trace`: a run that ends before the last of those steps leaves the trace of those it had.
+    """
 
     def __init__(self, folder: Path | None, first_step: int, num_steps: int = 3):
         self._folder, self._first, self._last = folder, first_step, first_step + num_steps - 1
+        self._is_running = False
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_running:
+            jax.profiler.stop_trace()
 
     def before(self, step: int) -> None:
         if self._folder is not None and step == self._first:
             jax.profiler.start_trace(self._folder)
+            self._is_running = True
 
     def after(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if self._folder is not None and step == self._last:
+        if self._is_running and step == self._last:
             jax.block_until_ready(metrics)
             jax.profiler.stop_trace()
+            self._is_running = False
 
 
 def read_history(path: Path, before_step: int) -> list[dict[str, Any]]:

@@ -338,9 +338,15 @@ def test_the_linen_loop_learns():
     assert losses[1] < losses[0] - 0.5
 
 
-def test_a_trace_holds_the_steps_asked_for(tmp_path):
-    trace, step = train.Trace(tmp_path, first_step=2, num_steps=2), jax.jit(lambda x: x + 1)
-    for i in range(1, 4):
-        trace.before(i)
-        trace.after(i, step(jnp.float32(i)))
-        assert bool(list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))) == (i == 3)
+@pytest.mark.parametrize("num_steps", [4, 2])
+def test_a_trace_holds_the_steps_asked_for_or_those_that_a_run_had(tmp_path, num_steps):
+    step, written = (
+        jax.jit(lambda x: x + 1),
+        lambda: bool(list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))),
+    )
+    with train.Trace(tmp_path, first_step=2, num_steps=2) as trace:
+        for i in range(1, num_steps + 1):
+            trace.before(i)
+            trace.after(i, step(jnp.float32(i)))
+            assert written() == (i >= 3)
+    assert written()

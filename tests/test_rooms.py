@@ -11,7 +11,7 @@ MAY_IMPORT = {
     "base": set(),
     "zero": {"base"},
     "activations": {"base"},
-    "offload": {"base", "zero"},
+    "offload": {"base", "zero", "memory"},
     "processes": {"base"},
     "programs": {"base", "zero"},
     "memory": {"base", "zero", "programs"},

@@ -311,8 +311,10 @@ class Engine(WithSettings):
         others = {"the batch": batch, "loss_args": loss_args, "the extra arguments": extra_args}
         traced = has_tracers(given := [*leaves, *jax.tree.leaves(others)])
         batches.check_apart(state, others, given)
-        args = (state, *self._placed(batch, loss_args), extra_args)
         seen = self.observers and self.observers.begin(state, batch, loss_args)
+        args = (state, *self._placed(batch, loss_args), extra_args)
+        if seen:
+            seen.placed(args[1])
         profile = None
         if self.activations is not None and self.activations.profile:  # before the state is donated
             measure = functools.partial(self.activation_profile, batch, loss_args=loss_args)
@@ -334,7 +336,7 @@ class Engine(WithSettings):
         if profile is not None:
             metrics["activation_profile"] = profile.as_dict()
         if seen:
-            seen(state, metrics)
+            seen.done(state, metrics)
         return state, metrics
 
     def evaluate(
@@ -424,7 +426,7 @@ class Engine(WithSettings):
 
     def _running(self, traced: bool = False, state: TrainState | None = None) -> AbstractContextManager[None]:
         """Around a program of ours; see `running`, and `explained` for a device without room."""
-        program = lambda: None if self._functions is None else self._blueprint.program(self.layout)
+        program = lambda: None if self._functions is None else self._functions.program
         return running(self.mesh, self.axes.names, explained(program, state), traced)
 
     def trace_with(self, batch: PyTree, loss_args: LossArgs, loss: losses.Loss) -> Any:

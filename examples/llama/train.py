@@ -103,7 +103,7 @@ class Args:
     resume: str | None = None
     """Continue from the latest checkpoint if there is one (auto), or from that of a step (its number)."""
     profile: Path | None = None
-    """Folder for a jax.profiler trace of three steps, after the first five; none is written if absent."""
+    """Folder for a jax.profiler trace of three steps, after the first five; none without, or if over by then."""
     report: bool = True
     """At the end, count the bytes of every stage and draw report.png."""
 
@@ -266,8 +266,8 @@ def train(run: Run, state: zero2jax.TrainState, log: Log) -> tuple[zero2jax.Trai
     engine, checkpointer, steps = run.engine, run.checkpointer, run.args.steps
     signals = [signal.SIGTERM] if checkpointer else []
     previous: dict[str, Any] = {}
-    trace = Trace(run.args.profile if run.is_first else None, int(state.step) + 6)
-    with zero2jax.Preemption(signals, check_every=10) as preemption:  # zero2jax
+    traced = Trace(run.args.profile if run.is_first else None, int(state.step) + 6)
+    with traced as trace, zero2jax.Preemption(signals, check_every=10) as preemption:  # zero2jax
         for step in range(int(state.step) + 1, steps + 1):
             batch = run.place(next(run.batches))
             trace.before(step)

@@ -30,7 +30,7 @@ BITS = {
     "int8": {"params_bits": 8, "grads_bits": 8},
     "int4": {"params_bits": 8, "grads_bits": 4},
     "int4-groups": {"params_bits": 8, "grads_bits": 4},
-    "int4-groups-64": {"params_bits": 8, "grads_bits": 4, "block_size": 64},
+    "int4-groups-256": {"params_bits": 8, "grads_bits": 4, "block_size": 256},
 }
 
 

@@ -12,7 +12,7 @@ FROZEN = {
         zero_optimization.offload_optimizer.device_bytes zero_optimization.offload_optimizer.delay_after
         zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_optimizer.buffer_count
         zero_optimization.offload_optimizer.pipeline_read zero_optimization.offload_optimizer.pipeline_write
-        zero_optimization.offload_param.device
+        zero_optimization.offload_param.device zero_optimization.offload_param.pin_memory
         train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer.type
         scheduler.type gradient_clipping communication_data_type bf16.enabled
         prescale_gradients gradient_predivide_factor
@@ -61,7 +61,7 @@ FROZEN = {
         zero_optimization.save_muon_momentum_buffer_in_memory zero_optimization.leaf_module
         zero_optimization.grad_hooks zero_optimization.offload_optimizer.pin_memory
         zero_optimization.offload_optimizer.fast_init
-        zero_optimization.offload_param.pin_memory zero_optimization.offload_param.nvme_path
+        zero_optimization.offload_param.nvme_path
         zero_optimization.offload_param.buffer_count zero_optimization.offload_param.buffer_size
         zero_optimization.offload_param.max_in_cpu
         zero_optimization.offload_optimizer.cpuadam_cores_perc optimizer.legacy_fusion zero_allow_untested_optimizer

@@ -102,7 +102,7 @@ def test_steps_per_print_and_wall_clock_breakdown_print_lines(capsys, tmp_path):
     )
     assert re.match(r"step 4: a step took [\d.]+ ms \(mean of 2\): devices", times)
     written = {path.stem for path in tmp_path.glob("b/*elapsed*")}
-    phases = ("step", "input_wait", "dispatch", "between_steps")
+    phases = ("step", "input_wait", "dispatch", "transfer", "between_steps")
     assert written == {f"Train_Samples_elapsed_time_ms_{phase}" for phase in phases}
 
 

@@ -201,8 +201,11 @@ def test_offload_param_below_stage_3_warns_and_is_ignored():
     read_config(zero(stage=2, offload_param={"device": "nvme"}))
     (error,) = errors_of(zero(stage=3, offload_param={"device": "nvme", "nvme_path": "/x"}))
     assert error.startswith("zero_optimization.offload_param.device = 'nvme': not supported: a compiled step")
-    alone = read_config(zero(stage=3, offload_param={"device": "cpu"}))
+    alone = read_config(zero(stage=3, offload_param={"device": "cpu", "pin_memory": True}))
     assert any("offload_param without offload_optimizer moves nothing" in note for note in alone.notes)
+    assert not any("pin_memory" in note for note in alone.notes)
+    pageable = read_config(zero(stage=3, offload_param={"device": "cpu", "pin_memory": False}))
+    assert any("offload_param.pin_memory = false: the devices fetch" in note for note in pageable.notes)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

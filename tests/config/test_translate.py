@@ -49,8 +49,8 @@ STEP = StepSettings(
 ACTIVATIONS = ActivationSettings(policy="dots", num_checkpoints=3)
 
 
-def test_a_breakdown_of_times_has_offloading_measured_where_it_is_a_part_of_the_step():
-    for asked, block, measured in ((False, {}, False), (True, {}, True), (True, {"delay_after": 1}, False)):
+def test_a_breakdown_of_times_has_offloading_measured():
+    for asked, block, measured in ((False, {}, False), (True, {}, True), (True, {"delay_after": 1}, True)):
         zero = {"stage": 2, "offload_optimizer": {"device": "cpu", **block}}
         config = read_config({"zero_optimization": zero, "wall_clock_breakdown": asked})
         assert translate(config, shards_from="").offload.measure is measured
@@ -89,7 +89,7 @@ def test_the_keys_of_quantised_collectives_become_settings_of_the_precision():
     assert found(3, **eight) == QuantizeSettings(grads_bits=8, min_size=100_001)
     assert found(2, **eight, **persists) == QuantizeSettings(grads_bits=8)
     assert found(3, zero_quantized_gradients_bits=8) is None
-    words = "gradients int8, blocks of 256 from 100001 on"
+    words = "gradients int8 in blocks of 256, from 100001 on"
     assert check_config(read(3, **eight)).effective["quantised between devices"] == words
     said = "zero_optimization.zero_quantized_gradients at stage 2: acts here, too"
     assert any(note.startswith(said) for note in read(2, **eight).notes)

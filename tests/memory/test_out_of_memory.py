@@ -90,9 +90,7 @@ def test_ways_out_are_the_differences_of_the_formulas_cheapest_first():
     def ways(stage, wanted=None, **settings):
         engine = engine_of(stage=stage, **settings)
         engine.abstract_state(P)
-        return {
-            way.change: way.freed_bytes for way in ways_out(engine._blueprint.program(engine.layout), wanted)
-        }
+        return {way.change: way.freed_bytes for way in ways_out(engine.functions.program, wanted)}
 
     states = 12 * NUM + 4  # fp32 masters, two moments, a count
     assert list(ways(0)) == ["stage=1", "stage=2", "stage=3"]
@@ -102,3 +100,7 @@ def test_ways_out_are_the_differences_of_the_formulas_cheapest_first():
     assert ways(2, wanted=2 * NUM // 4 + 2 * NUM + 1000)["num_microbatches=2"] == 500
     offload = ways(3)["offload=OffloadSettings()"]
     assert abs(offload - (states - 2 * NUM) / 4) < 16
+    apart = ways(3, arena=True)
+    assert list(apart) == ["arena=False", "offload=OffloadSettings()"]
+    assert 0 <= apart["arena=False"] - 8 * NUM / 4 < 16  # two moments, a count
+    assert "arena=False" in ways(0, arena=True)

@@ -1,5 +1,7 @@
 """What an engine tells of each step: its number, examples and times, without waiting for it."""
 
+import math
+import threading
 import time
 
 import jax
@@ -64,6 +66,25 @@ def test_times_add_up_to_the_clock(engine):
     assert sum(r.between_s + r.dispatch_s for r in records) < took_s
 
 
+def test_a_batch_is_timed_until_it_is_on_the_devices(engine, monkeypatch):
+    """By a thread of its own: the loop does not wait for it, and the thread that tells of steps may be busy."""
+    arrived = threading.Event()
+    wait = jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: (arrived.wait(5), wait(x)))
+    records = []
+    engine.observers = Observers(after={"the test": records.append}, with_times=True)
+    state, _ = engine.step(engine.init({"w": np.ones((4, 2), np.float32)}), BATCH)
+    time.sleep(0.05)
+    arrived.set()
+    engine.observers.close()
+    engine.observers = None
+    (record,) = records
+    assert record.transfer_s >= 0.05
+    assert record.times_ms["elapsed_time_ms_transfer"] == 1e3 * record.transfer_s
+    (untimed,), _ = watched(engine, 1, state=state)
+    assert math.isnan(untimed.transfer_s)
+
+
 def test_an_observer_that_raises_is_switched_off_and_training_goes_on(engine):
     calls = []
 
@@ -103,7 +124,7 @@ def test_telling_costs_the_loop_little(engine):
     costs_s = []
     for _ in range(100):
         start_s = time.perf_counter()
-        observers.begin(state, BATCH, None)(state, metrics)
+        observers.begin(state, BATCH, None).done(state, metrics)
         costs_s.append(time.perf_counter() - start_s)
     observers.close()
     assert np.median(costs_s) < 1e-3

@@ -1,5 +1,7 @@
 """The lines of progress: rates from the times of the steps, without the first two."""
 
+import dataclasses
+
 import pytest
 
 from zero2jax.monitors.observers import StepRecord, Upcoming
@@ -49,11 +51,15 @@ def test_a_loss_scale_brings_its_own_count_of_skipped_steps(capsys):
 
 
 def test_the_breakdown_says_where_the_time_goes(capsys):
-    lines = printed(Progress(3, metrics=False, breakdown=True), map(record, range(1, 4)), capsys)
-    assert lines == [
+    records = [record(step) for step in range(1, 4)]
+    line = (
         "step 3: a step took 100.00 ms (mean of 1): devices 75.00 ms, waiting for the loop 25.00 ms; the loop: "
         "between steps 25.00 ms, dispatch 12.50 ms"
-    ]
+    )
+    assert printed(Progress(3, metrics=False, breakdown=True), records, capsys) == [line]
+    records = [dataclasses.replace(r, transfer_s=0.004) for r in records]
+    lines = printed(Progress(3, metrics=False, breakdown=True), records, capsys)
+    assert lines == [f"{line}; the batch was there after 4.00 ms"]
 
 
 def test_the_breakdown_says_what_offloading_adds_and_moves(capsys):

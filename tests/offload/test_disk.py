@@ -146,13 +146,14 @@ def test_buffers_bound_the_chunks_that_are_in_memory(num, buffers, on_disk, monk
     state, _ = train(engine, engine.init(make_params()), make_batches(1))
     for update, _ in engine.functions.step._updates.values():
         monkeypatch.setattr(update, "_num_chunks", num)
+        monkeypatch.setattr(update, "_buffers", None)
     begun, ended, most = collections.Counter(), collections.Counter(), []
     own_read, own_write = Folder.read, Folder._write
 
-    def read(self, file):
+    def read(self, file, into):
         begun[parameter(file.path)] += 1
         most.append(sum(ended[name] < 6 for name in begun))
-        return own_read(self, file)
+        return own_read(self, file, into)
 
     def write(self, path, data):
         file = own_write(self, path, data)
@@ -162,6 +163,7 @@ def test_buffers_bound_the_chunks_that_are_in_memory(num, buffers, on_disk, monk
     monkeypatch.setattr(Folder, "read", read)
     monkeypatch.setattr(Folder, "_write", write)
     engine.step(state, make_batch())
+    assert update._buffers.num_own == 0
     assert set(begun.values()) == set(ended.values()) == {6}
     assert max(most) <= num
     assert most[-1] == 1 or num > 1

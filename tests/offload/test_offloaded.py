@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from spawn import PROGRAMS, TIMEOUT_S, environment
 
 import zero2jax
 from zero2jax.base import memories
+from zero2jax.checkpoints import orbax_handler
 from zero2jax.offload import host_memory, offloaded
 from zero2jax.offload.host_mesh import host_mesh
 
@@ -155,7 +157,7 @@ def test_parameters_that_were_replaced_are_those_that_count(engines):
     assert float(metrics["loss"]) == float(loss)
 
 
-def test_checkpoints_go_both_ways(engines, tmp_path):
+def test_checkpoints_go_both_ways(engines, tmp_path, monkeypatch):
     engine, plain = engines
     state, _ = train(plain, plain.init(make_params()), make_batches(1))
     with zero2jax.Checkpointer(tmp_path, plain) as checkpointer:
@@ -168,11 +170,26 @@ def test_checkpoints_go_both_ways(engines, tmp_path):
     found, _ = train(engine, restored, make_batches(2))
     as_numpy = lambda state: jax.tree.map(np.asarray, state)
     assert_trees_close(as_numpy(found), as_numpy(expected), rtol=1e-6, atol=1e-8)
+    before = jax.tree.map(lambda x: np.asarray(x).copy(), found)
+    own, may_write, places = orbax_handler.write_process_file, threading.Event(), []
+
+    def write(folder, leaves):
+        assert may_write.wait(60)
+        places.extend(block.value.ctypes.data for _, blocks in leaves for block in blocks)
+        own(folder, leaves)
+        assert not any(blocks for _, blocks in leaves)
+
+    monkeypatch.setattr(orbax_handler, "write_process_file", write)
+    masters = {shard.data.unsafe_buffer_pointer() for shard in found.params["blocks"]["w"].addressable_shards}
     with zero2jax.Checkpointer(tmp_path / "back", engine) as checkpointer:
         checkpointer.save(3, found)
+        later, _ = train(engine, found, make_batches(2))  # before anything is written
+        may_write.set()
+    assert masters.intersection(places)  # no copies, for the save
     back, _ = zero2jax.Checkpointer(tmp_path / "back").restore(plain)
     assert devices_of(back) == set(plain.mesh.devices.flat)
-    assert_trees_equal(as_numpy(back), as_numpy(found))
+    assert_trees_equal(as_numpy(back), before)
+    assert not np.array_equal(later.params["blocks"]["w"], before.params["blocks"]["w"])
 
 
 def test_a_state_on_the_devices_is_moved_to_the_host(engines):
@@ -211,10 +228,19 @@ def test_inside_of_a_program_of_the_user_it_is_refused(engines):
         jax.jit(lambda batch: engine.step(state, batch))(make_batch())
 
 
-@pytest.mark.parametrize("settings", [{}, {"update_on": "device"}, {"ratio": "auto", "device_bytes": 10**6}])
-def test_an_optimizer_that_asks_for_the_loss_as_a_function_is_refused(settings):
-    engine = make_engine(NUM, tx=optax.lbfgs(), offload=zero2jax.OffloadSettings(**settings))
-    message = r"offloading to host memory \(offload=...\): the optimizer takes value_fn, .* without offload"
+@pytest.mark.parametrize(
+    ("tx", "name", "settings"),
+    [
+        (optax.lbfgs(), "value_fn", {"ratio": "auto", "device_bytes": 10**6}),
+        (optax.contrib.sophia(1e-2), "obj_fn", {"update_on": "device"}),
+        (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True), "grad_fn", {}),
+    ],
+)
+def test_an_optimizer_that_evaluates_the_loss_is_refused(tx, name, settings):
+    engine = make_engine(NUM, tx=tx, offload=zero2jax.OffloadSettings(**settings))
+    message = (
+        rf"offloading to host memory \(offload=...\): the optimizer evaluates {name}, .* without offload"
+    )
     with pytest.raises(ValueError, match=message):
         engine.abstract_state(make_params())
 

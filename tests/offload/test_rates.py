@@ -1,5 +1,6 @@
 """What is measured of transfers: by arrays that take a known time, and in the metrics of a step."""
 
+import concurrent.futures
 import dataclasses
 import time
 
@@ -61,8 +62,28 @@ def test_where_nothing_moves_the_share_is_that_of_the_update_and_never_below_zer
     known = rates.metrics()
     assert known["offload_share"] == pytest.approx(2 / 3, rel=0.2)
     assert np.isnan(known["offload_up_bytes_per_s"])
-    rates._end(_Times(begun=rates._last_up + 1, reduced=rates._last_up + 3, up=rates._last_up + 2))
-    assert rates.metrics()["offload_share"] == 0
+    at = rates._last_up
+    assert share(rates, begun=at + 1, reduced=at + 3, up=at + 2) == 0
+
+
+def share(rates, beside=False, **times):
+    """What a step adds, by the times of its events."""
+    noted = concurrent.futures.Future()
+    noted.set_result(None)
+    rates._end(_Times(**times), beside, noted)
+    return float(rates.metrics()["offload_share"])
+
+
+def test_what_a_delayed_update_adds_is_what_the_next_step_waits_for():
+    rates = Rates()
+    # the next step begins with the parameters of this one
+    assert share(rates, begun=0, reduced=1, up=4) == 0.75
+    # the next begins at once, with the parameters of the first; the update of this one is over at 9
+    assert share(rates, beside=True, begun=0, reduced=5, up=9) == 0
+    # the next waits for them from 6 to 9, and this one began at 5
+    assert share(rates, beside=True, begun=0, reduced=6, up=13) == 0.75
+    # gradients that are noted before the parameters that they were made with
+    assert share(rates, beside=True, begun=0, reduced=8, up=14) == 1
 
 
 def test_a_step_says_what_the_one_before_moved(tmp_path):

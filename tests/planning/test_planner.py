@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import subprocess
 import sys
@@ -182,6 +183,16 @@ def test_rates_give_exposed_bytes():
     wire = sum(c.wire_bytes * c.trips for c in report.audit.collectives)
     assert report.timeline.exposed_s == pytest.approx(wire / 1e8)
     assert "across hosts" in str(report)
+    # no schedule could hide them either: there is too little to run beside them. Examples would help, or groups
+    (note,) = [note for note in report.notes if note.startswith("no schedule hides 90% of this step's")]
+    needed = math.ceil(0.9 * wire / 1e8 / report.compute_s * 16 / N)
+    for part in (
+        f"collectives take {wire / 1e8:.3g} s on their links",
+        f"computing, beside which they could run, {report.compute_s:.3g} s",
+        f"it takes {needed} examples per device and microbatch or more ({16 // N} now)",
+        f"keep on one host most of what takes {wire / 1e8:.3g} s across hosts",
+    ):
+        assert part in note
     assert report.timeline_with_memory is report.as_dict()["with_memory"] is None
 
 
@@ -197,6 +208,8 @@ def test_memory_bound_work_takes_time_where_the_memory_has_a_rate():
         > found["compute_s"]
     )
     assert "with memory-bound work 0% of the time of collectives is hidden" in str(report)
+    # there is work to run beside them, though
+    assert not any(note.startswith("no schedule hides") for note in report.notes)
 
 
 RATES = dataclasses.replace(

@@ -66,6 +66,8 @@ def test_what_zero_adds_to_a_step_has_scopes_of_its_own(read):
         assert all(f"/{scope}/" in c.op_name for c in found)
     names = {i.op_name for name in read.module.computations for i in read.module.instructions(name)}
     assert any("/zero_update/" in name for name in names)
+    for product in scoped_products(read.module):  # all of this model's are the loss function's
+        assert "zero_loss" in product.product.op_name
 
 
 def test_the_report_names_scopes_phases_loops_and_time(read, tmp_path):

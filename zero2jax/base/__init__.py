@@ -10,7 +10,7 @@ The files, in reading order:
   transformation  what is asked of an optax transformation
   jaxprs          everything that knows the insides of a jaxpr
   wide_sums       sums in bf16 over devices, in fp32 where a compiler cannot have them
-  peaks           operations per second that accelerators can do
+  peaks           operations per second that accelerators can do, and their memory
   tables          aligned text, readable bytes
   names           near names, for messages
   checks          what a caller passed in, for messages

@@ -1,4 +1,4 @@
-"""Peaks of accelerators: dense 16-bit floating-point operations per second, as their makers give them."""
+"""Accelerators by name: their makers' dense 16-bit floating-point operations per second, and their memory."""
 
 _PEAKS = {
     "V100-SXM": 125e12,
@@ -17,3 +17,17 @@ def peak_flops(device_kind: str) -> float | None:
       (989000000000000.0, None)
     """
     return next((peak for name, peak in _PEAKS.items() if name in device_kind), None)
+
+
+_MEMORY_BYTES = {
+    "V100-SXM3-32GB": 33.9e9,
+    "A100-SXM4-80GB": 85.1e9,
+    "H100 80GB": 84.9e9,
+    "H200": 151.4e9,
+    "B200": 191.5e9,
+}
+
+
+def memory_bytes(device_kind: str) -> float | None:
+    """Memory of a device, as `peak_flops`."""
+    return next((size for name, size in _MEMORY_BYTES.items() if name in device_kind), None)

@@ -50,6 +50,7 @@ from zero2jax.checkpoints.state_leaves import (
     read_leaf,
     restored_state,
     state_leaves,
+    updated_beside_views,
 )
 from zero2jax.engine import Engine
 from zero2jax.memory.arena import in_arena
@@ -71,7 +72,8 @@ class Checkpointer:
         away unfinished ones, so only one checkpointer at a time may save to a directory.
       max_to_keep: older checkpoints are deleted once a newer one is complete; None keeps all.
       save_interval_steps: `save` does nothing at steps that are not a multiple of it.
-      asynchronous: `save` returns once the shards are copied to the host, and a thread writes them.
+      asynchronous: `save` returns once the shards are copied to the host, and a thread writes them; what is there
+        already, of an engine that offloads, is copied only as far as a step comes before the thread.
       save_frozen: whether frozen parameters are saved too. Without them, `restore` takes them from `into`.
       timeout_s: how long a process waits for the others to finish a save.
 
@@ -331,13 +333,15 @@ class Checkpointer:
         self, state: TrainState, engine: Engine, arrays: Sequence[np.ndarray]
     ) -> Callable[[], list[tuple[SavedLeaf, list[HostBlock]]]]:
         leaves = state_leaves(engine.layout, engine.mesh)
+        values = jax.tree.leaves(state)
+        copy = self._asynchronous and not updated_beside_views(engine.layout)
 
         def take() -> list[tuple[SavedLeaf, list[HostBlock]]]:
-            taken = [
-                host_blocks(leaf, x, copy=self._asynchronous)
-                for leaf, x in zip(leaves, jax.tree.leaves(state), strict=True)
-                if self._save_frozen or leaf.trainable is not False
-            ]
+            taken = []
+            for stored in leaves:
+                value = values.pop(0)  # nobody but the caller has it then
+                if self._save_frozen or stored.trainable is not False:
+                    taken.append(host_blocks(stored, value, copy=copy))
             for i, x in enumerate(arrays):
                 leaf = SavedLeaf(f"{EXTRA}{i}", x.dtype, x.shape)
                 box = tuple((0, n) for n in x.shape)

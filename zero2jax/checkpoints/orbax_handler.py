@@ -112,7 +112,10 @@ class RestoreState(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
 
 def write_process_file(folder: Path, leaves: Sequence[LeafBlocks]) -> None:
-    """Write this process's blocks and a list of them, `00000-of-00002.safetensors` and `.json`."""
+    """Write this process's blocks and a list of them, `00000-of-00002.safetensors` and `.json`.
+
+    The lists of blocks are emptied: each block is let go once it is written.
+    """
     stem = f"{jax.process_index():05}-of-{jax.process_count():05}"
     file = f"{stem}.safetensors"
     blocks = [block for _, leaf_blocks in leaves for block in leaf_blocks]
@@ -120,13 +123,15 @@ def write_process_file(folder: Path, leaves: Sequence[LeafBlocks]) -> None:
         Tensor(name, b.leaf.dtype, b.value.shape)
         for name, b in zip(_distinct([_block_name(b) for b in blocks]), blocks, strict=True)
     ]
-    written = write(
-        folder / file, tensors, lambda i: blocks[i].value, metadata={"format": f"{FORMAT}, blocks"}
-    )
+    places = [(b.leaf.name, [a for a, _ in b.box], list(b.value.shape)) for b in blocks]
+    values = dict(enumerate(b.value for b in blocks))
+    blocks.clear()
+    for _, leaf_blocks in leaves:
+        leaf_blocks.clear()
+    written = write(folder / file, tensors, values.pop, metadata={"format": f"{FORMAT}, blocks"})
     entries: dict[str, Any] = {leaf.name: as_json(leaf) for leaf, _ in leaves}
-    for block, tensor, crc in zip(blocks, written.tensors, written.crcs, strict=True):
-        start, shape = [a for a, _ in block.box], list(block.value.shape)
-        entries[block.leaf.name]["blocks"].append([file, tensor.offset, start, shape, crc])
+    for (name, start, shape), tensor, crc in zip(places, written.tensors, written.crcs, strict=True):
+        entries[name]["blocks"].append([file, tensor.offset, start, shape, crc])
     files = {file: [written.num_bytes, written.header_bytes, written.header_crc]}
     write_text(folder / f"{stem}.json", json.dumps({"leaves": entries, "files": files}))
 

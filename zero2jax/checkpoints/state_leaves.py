@@ -126,6 +126,24 @@ def host_blocks(leaf: StateLeaf, x: jax.Array, *, copy: bool) -> tuple[SavedLeaf
     return saved, blocks
 
 
+def updated_beside_views(layout: Layout) -> bool:
+    """Whether steps leave alone what NumPy sees of a state: it is updated by XLA's CPU backend.
+
+    That does not write over what NumPy looks at, and updates a copy of it instead. So what is written to disk by then,
+    and let go, need not be copied.
+    """
+    return layout.host is not None and not layout.pinned_state and _views_outlast_donation()
+
+
+@functools.cache
+def _views_outlast_donation() -> bool:
+    """Whether the CPU backend does that; asked of it once."""
+    x = jax.device_put(np.zeros(1024, np.float32), jax.local_devices(backend="cpu")[0], may_alias=False)
+    view = np.asarray(x)
+    jax.block_until_ready(jax.jit(lambda x: x + 1, donate_argnums=0)(x))
+    return not view.any()
+
+
 def read_leaf(checkpoint: Checkpoint, saved: SavedLeaf, leaf: StateLeaf) -> jax.Array:
     """A leaf of a checkpoint in the shards of `leaf`, converted to its dtype; shapes must agree."""
     if not leaf.is_key:

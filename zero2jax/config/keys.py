@@ -145,7 +145,10 @@ _IMPLEMENTED = {
     ),
     **_table(
         Treatment.IMPLEMENTED,
-        {"device": "cpu: at stage 3, 16-bit parameters in pinned host memory, fetched where they are used"},
+        {
+            "device": "cpu: at stage 3, 16-bit parameters in pinned host memory, fetched where they are used",
+            "pin_memory": "parameters on the host are pinned; false leaves them so, which a note says",
+        },
         "zero_optimization.offload_param.",
     ),
     **_table(
@@ -256,7 +259,8 @@ _NO_EFFECT = {
     **_table(
         Treatment.NO_EFFECT,
         {
-            "pin_memory": "the device's client moves arrays through pinned memory of its own",
+            "pin_memory": "what the CPU updates is not pinned: the device's client moves it through pinned memory of "
+            'its own. With OffloadSettings(update_on="device") all of it is pinned',
             "fast_init": "masters are made on the host, without a pass over the device",
             "cpuadam_cores_perc": "DeepSpeed's SuperOffload reads it; XLA's CPU backend uses all cores of the process",
         },
@@ -265,7 +269,6 @@ _NO_EFFECT = {
     **_table(
         Treatment.NO_EFFECT,
         {
-            "pin_memory": "parameters in host memory are pinned",
             "nvme_path": _WITH_NVME,
             "buffer_count": _WITH_NVME,
             "buffer_size": _WITH_NVME,

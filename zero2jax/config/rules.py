@@ -193,6 +193,11 @@ def _zero_rules(config: Config, report: Report) -> None:
             f"{path}.offload_param without offload_optimizer moves nothing: what the loss gathers are shards of the "
             f"fp32 masters, which the devices keep for the update; there are no others."
         )
+    if param_device(config) == "cpu" and zero.offload_param and not zero.offload_param.pin_memory:
+        report.notes.append(
+            f"{path}.offload_param.pin_memory = false: the devices fetch from pinned memory alone, so parameters on "
+            f"the host are pinned all the same."
+        )
     if zero.elastic_checkpoint and zero.stage == 3:
         report.notes.append(f"{path}.elastic_checkpoint is not available at stage 3 in DeepSpeed either.")
 

@@ -183,8 +183,7 @@ def _offload(block: OffloadOptimizer | None, *, params: bool, measure: bool) -> 
     common = (budget if block.device_bytes else {"ratio": block.ratio}) | {
         "delay_after": block.delay_after,
         "params": params,
-        # beside the next step an update has no part of a step to itself
-        "measure": measure and block.delay_after is None,
+        "measure": measure,
     }
     if block.device == "cpu":
         return OffloadSettings(**common)

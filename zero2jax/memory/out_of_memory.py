@@ -4,11 +4,13 @@ XLA says how many bytes it wanted. Around the programs of an engine that becomes
 own, with what the shard plan and the formulas of `programs.formulas` know. A way out is a change of the engine's
 settings, and what it would free on each device:
 
+    no arena           the new optimizer state, which is made beside its buffers, at most
     stage + 1          what the next stage shards: masters and optimizer state, gradients, parameters
     2 x microbatches   half of the activations: of what was wanted less gradients and parameters
     offload            masters and optimizer state, less the parameters that stay in the compute dtype
 
-in the order of what they cost: nothing, smaller products, half as much communication again, a transfer per step.
+in the order of what they cost: more buffers to hand over, nothing, smaller products, half as much communication again,
+a transfer per step.
 """
 
 import contextlib
@@ -21,6 +23,7 @@ import jax
 
 from zero2jax.base.memories import PINNED_LIMIT, locked_limit_bytes, pinned_limit_bytes
 from zero2jax.base.tables import aligned, readable_bytes
+from zero2jax.memory.arena import ArenaProgram
 from zero2jax.memory.report import memory_report
 from zero2jax.programs.formulas import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, class_formulas
 from zero2jax.zero.state import TrainState
@@ -47,11 +50,15 @@ class OutOfMemoryError(jax.errors.JaxRuntimeError):  # type: ignore[misc]
 
 
 class WayOut(NamedTuple):
-    """A change of settings, the bytes that it frees on each device, and what it costs."""
+    """A change of settings, the bytes that it frees on each device, and what it costs.
+
+    `at_most`: they are an upper bound.
+    """
 
     change: str
     freed_bytes: int
     cost: str
+    at_most: bool = False
 
 
 @contextlib.contextmanager
@@ -118,7 +125,11 @@ def _explanation(wanted: int | None, program: StepProgram | None, state: TrainSt
     ]
     ways = ways_out(program, wanted)
     rows = [
-        (f"{i}. {way.change}", f"frees {readable_bytes(way.freed_bytes)}", way.cost)
+        (
+            f"{i}. {way.change}",
+            f"frees {'up to ' if way.at_most else ''}{readable_bytes(way.freed_bytes)}",
+            way.cost,
+        )
         for i, way in enumerate(ways, 1)
     ]
     lines += [
@@ -170,6 +181,10 @@ def ways_out(program: StepProgram, wanted: int | None) -> list[WayOut]:
     step, layout, mesh = program.settings.step, program.layout, program.mesh
     now = _sizes(program, step.stage)
     ways: list[WayOut] = []
+    if isinstance(program, ArenaProgram):
+        # new leaves are made apart before they are copied into their buffer; parameters one at a time
+        apart = sum(b.size * b.dtype.itemsize for b in program.arena.opt_state.buffers)
+        ways.append(WayOut("arena=False", apart, "a buffer per leaf to hand over in each step", at_most=True))
 
     def next_stage(stage: int, cost: str) -> None:
         if step.stage < stage and program.settings.plan.num_shards > 1:

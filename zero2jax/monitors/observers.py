@@ -4,7 +4,9 @@ Around the step, on the host. `before` hears of a step before it is dispatched, 
 done, in the background, in the first process only.
 """
 
+import concurrent.futures
 import dataclasses
+import math
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -31,6 +33,7 @@ class StepRecord:
       metrics: its scalars, by path.
       between_s: seconds from the return of the step before to the call of this one; 0 for the first.
       dispatch_s: seconds inside of the call.
+      transfer_s: seconds from the call until the batch was on the devices; NaN where times are not asked for.
       idle_s: seconds that the devices had nothing to do before it, waiting for the loop.
       device_s: seconds from then, or from when the devices were done with the step before, until it was done.
     """
@@ -42,6 +45,7 @@ class StepRecord:
     metrics: Mapping[str, float]
     between_s: float = 0.0
     dispatch_s: float = 0.0
+    transfer_s: float = math.nan
     idle_s: float = 0.0
     device_s: float = 0.0
 
@@ -57,6 +61,7 @@ class StepRecord:
             "step": self.total_s,
             "input_wait": self.idle_s,
             "dispatch": self.dispatch_s,
+            "transfer": self.transfer_s,
             "between_steps": self.between_s,
         }
         return {f"elapsed_time_ms_{name}": 1e3 * seconds for name, seconds in times.items()}
@@ -97,6 +102,9 @@ class Observers:
         self._after = [Outlet(name, function) for name, function in (after or {}).items()]
         # None before the first step, in the other processes, and without anything to tell.
         self._background: Background | None = None
+        self._arrivals: concurrent.futures.Executor | None = (
+            None  # waits for batches, where times are asked for
+        )
         self._is_open = False
         self._last_step: Callable[[], Any] = lambda: None
         self._step = self._samples = 0
@@ -106,8 +114,8 @@ class Observers:
 
     def begin(
         self, state: Any, batch: PyTree, loss_args: Mapping[str, PyTree] | None
-    ) -> Callable[[Any, Mapping[str, Any]], None] | None:
-        """Before a step, given its state and batch; what to call with the new state and its metrics after it.
+    ) -> "StepUnderWay | None":
+        """Before a step, given its state and batch, and before its batch is placed; what to tell of it further.
 
         None inside of a program of the user's, which runs when it likes.
         """
@@ -119,33 +127,19 @@ class Observers:
         for before in self._before:
             before(Upcoming(step=step, batch=batch, loss_args=loss_args))
         self._warn()
-        begun_s = time.perf_counter()
+        num_examples, num_tokens = _sizes(batch)
+        samples = (self._samples if goes_on else (step - 1) * num_examples) + num_examples
+        record = StepRecord(
+            step=step, samples=samples, num_examples=num_examples, num_tokens=num_tokens, metrics={}
+        )
+        return StepUnderWay(self, record)
 
-        def done(new_state: Any, metrics: Mapping[str, Any]) -> None:
-            now_s = time.perf_counter()
-            num_examples, num_tokens = _sizes(batch)
-            self._samples = (self._samples if goes_on else (step - 1) * num_examples) + num_examples
-            self._step, self._last_step = step, weakref.ref(new_state.step)
-            between_s = begun_s - (begun_s if self._returned_s is None else self._returned_s)
-            record = StepRecord(
-                step=step,
-                samples=self._samples,
-                num_examples=num_examples,
-                num_tokens=num_tokens,
-                metrics={},
-                between_s=between_s,
-                dispatch_s=now_s - begun_s,
-            )
-            self._tell(record, dict(metrics), begun_s)
-            self._returned_s = time.perf_counter()
-
-        return done
-
-    def _tell(self, record: StepRecord, metrics: dict[str, Any], begun_s: float) -> None:
-        if self._background is None:
-            return
-        if not self._background.put(lambda: self._hear(record, metrics, begun_s)):
+    def _done(self, record: StepRecord, step: jax.Array, hear: Callable[[], None]) -> None:
+        """After the call of a step, whose new number is `step`."""
+        self._step, self._samples, self._last_step = record.step, record.samples, weakref.ref(step)
+        if self._background is not None and not self._background.put(hear):
             self._is_behind = True
+        self._returned_s = time.perf_counter()
 
     def _hear(self, record: StepRecord, metrics: Mapping[str, Any], begun_s: float) -> None:
         """In the background: wait for the step, then tell of it."""
@@ -167,6 +161,9 @@ class Observers:
         if self._background is not None:
             self._background.close()
             self._background = None
+        if self._arrivals is not None:
+            self._arrivals.shutdown()
+            self._arrivals = None
         if self.monitors is not None:
             self.monitors.close()
         self._warn()
@@ -180,6 +177,8 @@ class Observers:
             self.monitors = self._make_monitors()
         if self._after or self.monitors is not None:
             self._background = Background("zero2jax-observers")
+            if self._with_times:
+                self._arrivals = concurrent.futures.ThreadPoolExecutor(1, "zero2jax-arrivals")
 
     def _warn(self) -> None:
         warn_of_failures([*self._before, *self._after])
@@ -187,6 +186,45 @@ class Observers:
             self.monitors.warn_of_failures()
             if self._is_behind:
                 self.monitors.say_behind()
+
+
+class StepUnderWay:
+    """A step between its call and its return, told of by the engine."""
+
+    def __init__(self, observers: Observers, record: StepRecord):
+        self._observers, self._record = observers, record
+        self._begun_s = time.perf_counter()
+        self._arrived_s: concurrent.futures.Future[float] | None = None
+
+    def placed(self, batch: PyTree) -> None:
+        """The batch's arrays are made, and may still be on their way to the devices."""
+        if self._observers._arrivals is not None:
+            self._arrived_s = self._observers._arrivals.submit(_arrival, batch)
+
+    def done(self, new_state: Any, metrics: Mapping[str, Any]) -> None:
+        """The call has its new state and metrics, which may not be there yet."""
+        observers, metrics, now_s = self._observers, dict(metrics), time.perf_counter()
+        returned_s = self._begun_s if observers._returned_s is None else observers._returned_s
+        record = dataclasses.replace(
+            self._record, between_s=self._begun_s - returned_s, dispatch_s=now_s - self._begun_s
+        )
+
+        def hear() -> None:
+            arrived_s = math.nan if self._arrived_s is None else self._arrived_s.result()
+            observers._hear(
+                dataclasses.replace(record, transfer_s=arrived_s - self._begun_s), metrics, self._begun_s
+            )
+
+        observers._done(record, new_state.step, hear)
+
+
+def _arrival(batch: PyTree) -> float:
+    """When the batch was on the devices; NaN where it is gone since."""
+    try:
+        jax.block_until_ready(batch)
+    except RuntimeError:
+        return math.nan
+    return time.perf_counter()
 
 
 def _sizes(batch: PyTree) -> tuple[int, int]:

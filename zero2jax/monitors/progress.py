@@ -111,11 +111,13 @@ class Progress:
         return ", ".join(rates)
 
     def _times(self) -> str:
-        mean_ms = lambda name: f"{1e3 * sum(getattr(r, name) for r in self._timed) / len(self._timed):.2f} ms"
+        mean_ms = lambda name: f"{1e3 * _mean([getattr(r, name) for r in self._timed]):.2f} ms"
+        is_known = any(not math.isnan(r.transfer_s) for r in self._timed)
+        transfer = f"; the batch was there after {mean_ms('transfer_s')}" if is_known else ""
         return (
             f"a step took {mean_ms('total_s')} (mean of {len(self._timed)}): devices {mean_ms('device_s')}, waiting "
             f"for the loop {mean_ms('idle_s')}; the loop: between steps {mean_ms('between_s')}, dispatch "
-            f"{mean_ms('dispatch_s')}"
+            f"{mean_ms('dispatch_s')}{transfer}"
         )
 
     def _offload(self) -> str:

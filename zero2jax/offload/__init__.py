@@ -35,6 +35,7 @@ The files, in reading order:
   streamed      that step, jitted; stands in for `offloaded`
   delayed       the update beside the next step, which uses parameters one update older
   rates         measured bandwidths, and what offloading adds to a step
+  disk_buffers  the memory that files are read into
   disk_files    files that are written once and checksummed, in a locked folder of the process
   disk_arrays   what stands for a leaf whose shards are files
   disk_state    the files of a state, and the record of its last complete step
@@ -43,6 +44,6 @@ The files, in reading order:
   functions     which of them an engine has
   between       a state in host memory between two phases, of any engine
 
-Imports `base` and `zero`; `zero` never imports it. Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model
-Training, arXiv:2101.06840, sections 3 and 4.
+Imports `base`, `zero` and `memory`; `zero` never imports it. Ren et al., ZeRO-Offload: Democratizing Billion-Scale
+Model Training, arXiv:2101.06840, sections 3 and 4.
 """

@@ -63,6 +63,7 @@ class ChunkedUpdate:
       options: for the compiler.
       in_flight: how many parts' gradients and copies may be in host memory at a time; None for all, waiting for none.
       reuse: whether a copy is written over its gradient, where they have one dtype; nobody else may look at it then.
+      in_place: whether masters and state are written over. Of memory that is not XLA's it would update a copy.
 
     Attributes:
       shared: indices of arguments, leaves of the state, that all parts read.
@@ -78,6 +79,7 @@ class ChunkedUpdate:
         options: Mapping[str, Any],
         in_flight: int | None = IN_FLIGHT,
         reuse: bool = False,
+        in_place: bool = True,
     ):
         self._in_flight = in_flight
         self._flat, self._shardings, self._complete = flat, shardings, complete
@@ -89,7 +91,9 @@ class ChunkedUpdate:
             copies = [flat.copies_at + i for i in part.params]
             which = [*own, *copies, *(more if k == 0 else [])] if complete else own
             spent = [i for i in copies if complete and reuse and _same_type(flat.jaxpr, i)]
-            self._parts.append((part, self._program(flat.jaxpr, [*own, *spent], which, options)))
+            self._parts.append(
+                (part, self._program(flat.jaxpr, [*(own if in_place else []), *spent], which, options))
+            )
 
     def _program(
         self, jaxpr: Any, donatable: Sequence[int], which: Sequence[int], options: Mapping[str, Any]

@@ -31,6 +31,7 @@ class Delayed(Offloaded):
         self._before = CopiesOf()  # of the step before; none where the next step is not delayed
         self._latest: list[jax.Array] = []
         self._num_steps = 0
+        self._simulated = program.mesh.devices.flat[0].platform == "cpu"
 
     @property
     def step(self) -> "DelayedStep":
@@ -45,7 +46,7 @@ class Delayed(Offloaded):
         trained = jax.tree.leaves(self.layout.trained(state.params))
         before, self._latest = self._before.of(trained), self._copies.of(trained) or []
         self._num_steps = (int(np.asarray(state.step)) if before is None else self._num_steps) + 1
-        if self._program.mesh.devices.flat[0].platform == "cpu":
+        if self._simulated:
             # Programs of simulated devices that run beside each other may hold the threads that one of them waits for.
             jax.block_until_ready(trained)
         return self._with_copies(state, before) if before else there
@@ -54,6 +55,11 @@ class Delayed(Offloaded):
         """As `Offloaded.forget_copies`."""
         super().forget_copies()
         self._before.forget()
+
+    @property
+    def delays_next(self) -> bool:
+        """As `Offloaded.delays_next`; simulated devices wait for the update all the same."""
+        return self._num_steps >= self._delay_after and not self._simulated
 
     def after_step(self, masters: list[jax.Array], copies: list[jax.Array]) -> None:
         """Keep the copies that this step has made, and those that it could have used for the next."""

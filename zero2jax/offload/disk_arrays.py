@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from zero2jax.offload.disk_buffers import Buffers
 from zero2jax.offload.disk_files import DiskFile, Folder
 
 Box = tuple[tuple[int, int], ...]
@@ -125,21 +126,29 @@ class DiskArray:
                 shards.append(DiskShard(device, index, replica, self.dtype, self._files[box], shape))
         return shards
 
-    def reading(self) -> Callable[[], jax.Array]:
-        """Begin to read it; the function that is returned waits, and gives the array, or an OffloadFileError."""
+    def reading(self, buffers: Buffers | None = None) -> Callable[[], jax.Array]:
+        """Begin to read it; the function that is returned waits, and gives the array, or an OffloadFileError.
+
+        Args:
+          buffers: to read into; None makes new memory.
+        """
         self._check_there()
-        reads = {box: self._folder.read(file) for box, file in self._files.items()}
+        reads = {
+            box: self._folder.read(file, None if buffers is None else buffers.take(file.num_bytes))
+            for box, file in self._files.items()
+        }
         shape, dtype, sharding, folder = self.shape, self.dtype, self.sharding, self._folder
 
         def array() -> jax.Array:
-            buffers = {
+            shards = {
                 box: read.result().view(dtype).reshape([stop - start for start, stop in box])
                 for box, read in reads.items()
             }
             places = sharding.addressable_devices_indices_map(shape)
             boxes = [box_of(index or (), shape) for index in places.values()]
             targets = [SingleDeviceSharding(device) for device in places]
-            parts = jax.device_put([buffers[box] for box in boxes], targets)
+            parts = jax.device_put([shards[box] for box in boxes], targets)
+            reads.clear()  # XLA has the memory now, and lets it go when it is used
             assert folder is not None  # its threads read until here
             return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 

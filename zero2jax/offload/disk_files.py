@@ -27,9 +27,9 @@ from pathlib import Path
 import numpy as np
 
 from zero2jax.base.tables import readable_bytes
+from zero2jax.offload.disk_buffers import aligned
 
 _BLOCK_BYTES = 16 * 2**20  # of a file that are read or written and summed at a time
-_ALIGNMENT = 64  # of memory that XLA takes as it is
 NUM_THREADS = 4
 
 
@@ -194,9 +194,14 @@ class Folder:
         path = self.path / f"{next(self._numbers)}-{name}"
         return self._writers.submit(self._write, path, data)
 
-    def read(self, file: DiskFile) -> "concurrent.futures.Future[np.ndarray]":
-        """Begin to read a file: its bytes, or an OffloadFileError where they are not those that were written."""
-        return self._readers.submit(self._read, file)
+    def read(self, file: DiskFile, into: np.ndarray | None = None) -> "concurrent.futures.Future[np.ndarray]":
+        """Begin to read a file: its bytes, or an OffloadFileError where they are not those that were written.
+
+        Args:
+          file: the file.
+          into: where to; None makes new memory.
+        """
+        return self._readers.submit(self._read, file, into)
 
     def check(self, files: Iterable[DiskFile]) -> None:
         """Read files for their checksums; raise an OffloadFileError for one that is not what was written."""
@@ -216,9 +221,9 @@ class Folder:
         file.own()
         return file
 
-    def _read(self, file: DiskFile) -> np.ndarray:
+    def _read(self, file: DiskFile, into: np.ndarray | None) -> np.ndarray:
         file.check_size()
-        buffer = _aligned(file.num_bytes)
+        buffer = aligned(file.num_bytes) if into is None else into
         with self.reads.moving(file.num_bytes):
             try:
                 with open(file.path, "rb", buffering=0) as source:
@@ -294,12 +299,6 @@ def _sum(data: np.ndarray) -> int:
     for start in range(0, data.nbytes, _BLOCK_BYTES):
         total = zlib.crc32(data.data[start : start + _BLOCK_BYTES], total)
     return total
-
-
-def _aligned(num_bytes: int) -> np.ndarray:
-    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + num_bytes]
 
 
 def _delete_own(path: Path, process: int) -> None:

@@ -19,6 +19,7 @@ from zero2jax.base.mesh import moved
 from zero2jax.base.pytrees import PyTree
 from zero2jax.offload.chunks import IN_FLIGHT, ChunkedUpdate, Flat, Move
 from zero2jax.offload.disk_arrays import DiskArray
+from zero2jax.offload.disk_buffers import ALIGNMENT, Buffers
 from zero2jax.offload.disk_files import OffloadFileError
 from zero2jax.offload.disk_space import check_disks, disk_row, memory_row, num_chunks
 from zero2jax.offload.disk_state import Pending, StateFiles
@@ -166,8 +167,9 @@ class DiskUpdate(ChunkedUpdate):
         num_chunks: int,
         reuse: bool,
     ):
-        super().__init__(flat, split, shardings, complete=True, options=options, reuse=reuse)
+        super().__init__(flat, split, shardings, complete=True, options=options, reuse=reuse, in_place=False)
         self._files, self._num_chunks = files, num_chunks
+        self._buffers: Buffers | None = None  # made by the first step, which knows the files
         self._own = [(*part.params, *[flat.num_params + j for j in part.state]) for part in split.parts]
 
     def __call__(
@@ -178,6 +180,11 @@ class DiskUpdate(ChunkedUpdate):
         for i, x in enumerate(values):
             if i not in apart and isinstance(x, DiskArray):  # shared by all chunks
                 values[i] = x.load()
+        if self._buffers is None:
+            sizes = [sum(_buffer_bytes(values[i]) for i in own) for own in self._own]
+            ends = range(self._num_chunks, max(self._num_chunks, len(sizes)) + 1)
+            self._buffers = Buffers(max(sum(sizes[end - self._num_chunks : end]) for end in ends))
+        buffers = self._buffers
         results: dict[int, Any] = {}
         reads: list[dict[int, Callable[[], jax.Array]]] = []
         writes: list[dict[int, Pending]] = []
@@ -189,7 +196,9 @@ class DiskUpdate(ChunkedUpdate):
             while num_written <= k - self._num_chunks:
                 results.update(_settled(writes[num_written]))
                 num_written += 1
-            reads.append({i: values[i].reading() for i in self._own[k] if isinstance(values[i], DiskArray)})
+            reads.append(
+                {i: values[i].reading(buffers) for i in self._own[k] if isinstance(values[i], DiskArray)}
+            )
 
         in_flight: collections.deque[list[jax.Array]] = collections.deque()
         for k, own in enumerate(self._own):
@@ -197,6 +206,7 @@ class DiskUpdate(ChunkedUpdate):
                 read(k)
             for i, array in reads[k].items():
                 values[i] = array()
+            reads[k].clear()
             if len(in_flight) == IN_FLIGHT:
                 jax.block_until_ready(in_flight.popleft())
             made, sent = self.update_part(k, values, sums, down, up)
@@ -210,6 +220,12 @@ class DiskUpdate(ChunkedUpdate):
         for chunk in writes[num_written:]:
             results |= _settled(chunk)
         return results
+
+
+def _buffer_bytes(x: Any) -> int:
+    """Of the buffers for the shards of a leaf, rounded up as they are in an arena."""
+    files = x.files.values() if isinstance(x, DiskArray) else []
+    return sum(-(-file.num_bytes // ALIGNMENT) * ALIGNMENT for file in files)
 
 
 def _settled(pending: Mapping[int, Pending]) -> dict[int, DiskArray]:

@@ -36,12 +36,13 @@ def num_chunks(settings: OffloadSettings, master_bytes: int, moment_bytes: int) 
 
 
 def held_bytes(layout: Layout, settings: GradientSettings, mesh: Mesh, offload: OffloadSettings) -> int:
-    """Host memory for one device: the chunks that are in it, their gradients and copies."""
+    """Host memory for one device: the buffers for chunks, the new values of the one that is updated, and gradients and
+    copies."""
     masters, moments = state_bytes(layout, mesh)
     largest = max((leaf.device_bytes(mesh) for leaf in layout.trained_params.leaves), default=0)
     chunk = min(1.0, (offload.chunk_bytes + largest) / max(1, masters))
     pinned = pinned_param_bytes(layout, settings, mesh)
-    held = min(1.0, num_chunks(offload, masters, moments) * chunk) * (masters + moments)
+    held = (min(1.0, num_chunks(offload, masters, moments) * chunk) + chunk) * (masters + moments)
     staged = staged_bytes(layout, settings, mesh, None, offload)
     return math.ceil(held + min(1.0, IN_FLIGHT * chunk) * staged) + pinned
 

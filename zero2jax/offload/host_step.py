@@ -6,8 +6,8 @@ divides, clips and updates, by the same arithmetic in the same order as a step w
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Never
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from zero2jax.base.transformation import learning_rate
 from zero2jax.zero.prepare import chosen, for_optimizer, judged, updated
 from zero2jax.zero.state import TrainState, pad, store_frozen, unpad
 from zero2jax.zero.step import Metrics, StepProgram
+
+_FUNCTIONS = ("value_fn", "obj_fn", "grad_fn")
 
 
 class Handed(NamedTuple):
@@ -112,6 +114,9 @@ class HostStep:
           sums: see `Reduced`, like `handed`.
           handed: scalars.
           extra_args: for the transformation.
+
+        Raises:
+          ValueError: the transformation evaluates the loss.
         """
         program, layout, home = self.program, self.program.layout, self.home
         on_host = dataclasses.replace(program, mesh=home)
@@ -119,7 +124,7 @@ class HostStep:
         old_state = unpad(opt_state, layout.opt_state, home)
         mean = on_host.mean_gradient(sums, handed.factor, old)
         grads = for_optimizer(mean, handed.grad_norm, program.settings)
-        offered = {"value": handed.loss, "grad": mean}
+        offered = {"value": handed.loss, "grad": mean, **{name: _refused(name) for name in _FUNCTIONS}}
         stored, key = (old, old_state), handed.rounding
         new, new_state = updated(program.tx, layout, grads, stored, handed.applied, key, extra_args, offered)
         new = pad(new, layout.trained_params, home)
@@ -131,3 +136,16 @@ class HostStep:
         indices = settings.trained if which is None else [settings.trained[i] for i in which]
         dtypes = [settings.compute_dtype(i) for i in indices]
         return [jnp.array(x, dtype, copy=True) for x, dtype in zip(leaves, dtypes, strict=True)]
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    """What an optimizer gets in the place of the loss of other parameters."""
+
+    def evaluate(*_: Any, **__: Any) -> Never:
+        raise ValueError(
+            f"offloading to host memory (offload=...): the optimizer evaluates {name}, the loss of other parameters or "
+            f"its gradient, and the update runs apart from the loss. Take an optimizer that does not, or build the "
+            f"engine without offload."
+        )
+
+    return evaluate

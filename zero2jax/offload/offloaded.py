@@ -132,6 +132,11 @@ class Offloaded(Compiled):
         homes = self.layout.homes(self._program.mesh)[0]
         return moved(trained, [homes[i] for i in which])
 
+    @property
+    def delays_next(self) -> bool:
+        """Whether the next step begins with the copies of the step before this one, after `for_step` of this one."""
+        return False
+
     def after_step(self, masters: list[jax.Array], copies: list[jax.Array]) -> None:
         """Remember copies on the devices for as long as their masters are those of the state."""
         self._copies.keep(masters, copies)
@@ -244,7 +249,7 @@ class OffloadedStep:
         values = self._values(home, handed, extra, self._on_host)
         results |= on_host(values, sums, self._down, self._up)
         if self.rates is not None:
-            self.rates.end()
+            self.rates.end(functions.delays_next)
             metrics |= self.rates.metrics()
         for x in home:  # the few that no part alone could be given: scalars
             if not x.is_deleted():

@@ -3,16 +3,20 @@
 Two threads wait for arrays that are made anyway, and note when they are there; nothing else waits for them. A rate is
 bytes over the seconds from when a transfer could begin (it was asked for, the gradients were made, and the transfer
 before was over) to its end, all devices of the process together. The part that offloading adds is the time from the
-last gradient to the last parameter that is up, in which the devices have nothing to compute, over that of the step.
+last gradient until the devices have what the next step begins with, over that of the step: in it they have nothing to
+compute. That is the last parameter that is up; where updates are delayed, the last one of the step before, so that an
+update which is over sooner than the next gradients adds nothing.
 """
 
 import concurrent.futures
 import dataclasses
 import math
 import os
+import shutil
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -50,7 +54,7 @@ class Rates:
         }
         self._now = _Times(math.nan)
         self._ended = dict.fromkeys(self._threads, 0.0)
-        self._last_up = -math.inf
+        self._last_up = self._last_ready = -math.inf
         self._last = dict.fromkeys(["down_bytes_per_s", "up_bytes_per_s", "share"], math.nan)
 
     def begin(self, made: jax.Array) -> None:
@@ -82,20 +86,27 @@ class Rates:
             if way == "up":
                 step.up = ended
 
-    def end(self) -> None:
-        """All transfers of the step were asked for; once they are over, they are what is known."""
-        self._threads["up"].submit(self._end, self._now)
+    def end(self, beside: bool = False) -> None:
+        """All transfers of the step were asked for; once they are over, they are what is known.
 
-    def _end(self, step: _Times) -> None:
+        `beside`: the next step begins with the parameters that the step before has sent up.
+        """
+        noted = self._threads["down"].submit(lambda: None)
+        self._threads["up"].submit(self._end, self._now, beside, noted)
+
+    def _end(self, step: _Times, beside: bool, noted: "concurrent.futures.Future[None]") -> None:
+        noted.result()  # so are its gradients, then
         with self._lock:
             for way in self._threads:
                 busy_s, num_bytes = step.busy_s.get(way, 0.0), step.num_bytes.get(way, 0)
                 self._last[f"{way}_bytes_per_s"] = num_bytes / busy_s if busy_s and num_bytes else math.nan
-            # asked for while the step before was not over, a step begins when that is
-            begun = max(step.begun, self._last_up)
+            ready = max(step.reduced, self._last_up) if beside else step.up
+            # asked for while the devices wait for its parameters, a step begins when these are there
+            begun = max(step.begun, self._last_ready)
             # the two threads wake in any order: what is over at once may seem to be over before the gradients
-            self._last["share"] = max(step.up - step.reduced, 0.0) / (step.up - begun)
-            self._last_up = step.up
+            reduced = min(max(step.reduced, begun), ready)
+            self._last["share"] = (ready - reduced) / (ready - begun) if ready > begun else math.nan
+            self._last_ready, self._last_up = ready, step.up
 
     def metrics(self) -> dict[str, Any]:
         """What is known of the last step that is over, as metrics; NaN where nothing is, or nothing moved."""
@@ -119,9 +130,13 @@ def measured_rates(device: jax.Device, nvme_path: str | os.PathLike[str] | None 
         up, rates["up"] = _timed(lambda here=here: jax.device_put(here, device, may_alias=False))
         _, rates["down"] = _timed(lambda up=up: jax.device_put(up, host, may_alias=False))
     if nvme_path is not None:
-        folder = Folder(nvme_path, jax.process_index(), jax.process_count())
-        file = folder.write("probe", lambda: data).result()
-        folder.read(file).result()
+        # beside those of a run, which may be using its own
+        root = Path(nvme_path) / f"zero2jax-probe-{os.getpid()}"
+        try:
+            folder = Folder(root, jax.process_index(), jax.process_count())
+            folder.read(folder.write("probe", lambda: data).result()).result()
+        finally:
+            shutil.rmtree(root, ignore_errors=True)
         rates |= {"write": folder.writes.taken(), "read": folder.reads.taken()}
     return rates
 

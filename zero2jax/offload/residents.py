@@ -16,8 +16,6 @@ from zero2jax.offload.settings import OffloadSettings
 from zero2jax.zero.state import Layout
 from zero2jax.zero.step import StepProgram
 
-_FUNCTIONS = frozenset(("value_fn", "obj_fn", "grad_fn"))
-
 
 def update_split(program: StepProgram) -> Split | None:
     """The parts of the update of a program whose layout has a host; None if it takes arguments that only a step has.
@@ -37,14 +35,7 @@ def update_split(program: StepProgram) -> Split | None:
     args = (layout.trained(shapes.params), shapes.opt_state, sums, Handed(*handed), dict[str, Any]())
     try:
         return Flat.of(HostStep(program, layout.host).update, shapes_of(args)).split()
-    except MissingArgumentsError as error:
-        functions = sorted(_FUNCTIONS.intersection(error.names))
-        if functions:
-            raise ValueError(
-                f"offloading to host memory (offload=...): the optimizer takes {', '.join(functions)}, the loss of "
-                f"other parameters, and the update runs apart from the loss. Take an optimizer that does not "
-                f"evaluate the loss, or build the engine without offload."
-            ) from error
+    except MissingArgumentsError:
         return None
 
 

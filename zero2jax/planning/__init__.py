@@ -6,6 +6,7 @@ The files, in reading order:
   targets       what can be planned for: five cards, the devices here, simulated CPU devices
   planner       shapes -> engine -> lowered -> compiled step -> report
   report        what a plan says: memory by class, collectives, overlap
+  balance       whether a step computes for as long as it communicates, or what would change that
   offload_plan  bytes in host memory and over the bus
   picture       the same as a PNG
   search        many settings of one program, the frontier and the cheapest that fits

@@ -73,8 +73,9 @@ def _draw_schedule(axes: Any, picture: Picture) -> None:
     top = _draw_limits(axes, picture)
     for start, end, body in _loop_spans(points):
         axes.axvspan(start - 0.5, end + 0.5, color="black", alpha=0.07, linewidth=0)
-        times = f"loop, {picture.loop_trips.get(body) or '?'} times"
-        axes.text((start + end) / 2, top * 1.02, times, ha="center", va="bottom", fontsize=8)
+        if end - start >= 0.1 * len(points):  # there is room for words
+            times = f"loop, {picture.loop_trips.get(body) or '?'} times"
+            axes.text((start + end) / 2, top * 1.02, times, ha="center", va="bottom", fontsize=8)
     axes.set(
         xlim=(0, max(len(points) - 1, 1)),
         ylim=(0, top * 1.08),

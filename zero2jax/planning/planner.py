@@ -26,6 +26,7 @@ from zero2jax.config.initialize import initialize
 from zero2jax.config.reading import Source, read_config
 from zero2jax.engine import Engine
 from zero2jax.offload.settings import OffloadSettings
+from zero2jax.planning.balance import unhidden
 from zero2jax.planning.offload_plan import offload_plan
 from zero2jax.planning.report import PlanReport, class_rows, shortened
 from zero2jax.planning.targets import DEVICES_PER_HOST, MEMORY_FRACTION, Target, get_target, target_mesh
@@ -281,7 +282,8 @@ def _read(step: PreparedPlan, compiled: Compiled, compile_s: float) -> PlanRepor
         notes=(),
     )
     limits = _limits(step, lifetimes.peak.total_bytes, read.memory.total_bytes)
-    notes = (*step.notes, *_widened(report), *_reduced_again(step, read, over_data), *limits)
+    notes = (*step.notes, *_widened(report), *_reduced_again(step, read, over_data))
+    notes = (*notes, *unhidden(report, engine.axes), *limits)
     return dataclasses.replace(report, notes=notes)
 
 

@@ -16,6 +16,7 @@ from zero2jax.programs.products import Product, Products
 PHASES = ("forward", "recompute", "backward", "update")
 
 _MACHINERY = frozenset({"shard_map", "while", "body", "cond", "closed_call", "eval_jaxpr", "core_call"})
+_MACHINERY |= {"zero_loss"}  # what the step puts around the loss function
 _MACHINERY |= {"checkpoint", "rematted_computation", "custom_jvp_call", "custom_vjp_call", "scan", "remat"}
 _WRAPPED = re.compile(r"^(?:jit|pjit|jvp|transpose|vmap|remat|checkpoint)\((.*)\)$")
 

@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import functools
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from zero2jax.base.losses import LossFn
 from zero2jax.base.mesh import replicated
 from zero2jax.base.pytrees import PyTree
 from zero2jax.zero.placement import make_opt_state
-from zero2jax.zero.schedule import with_pipelined_gathers
+from zero2jax.zero.schedule import with_pipelined_gathers, with_room_for_layers
 from zero2jax.zero.shard_plan import ShardPlan
 from zero2jax.zero.state import TrainState
 from zero2jax.zero.state_checks import KeptState
@@ -49,6 +50,11 @@ class Compiled:
         self._sources: collections.Counter[Any] = collections.Counter()  # losses compiled of the same code
         self.compared = False  # whether the processes have agreed that they run the same step
 
+    @property
+    def program(self) -> StepProgram:
+        """The step's pure functions."""
+        return self._program
+
     # No `functools.cached_property`, whose frame would hide the user's line from the warnings that are given here.
 
     @property
@@ -77,8 +83,15 @@ class Compiled:
         if self._options is None:
             given = self._given_options
             given = given(self.layout.params) if callable(given) else given or {}
-            at_use, mesh = self._program.settings.step.at_use, self._program.mesh
-            self._options = with_pipelined_gathers(given, at_use, mesh)
+            step, mesh = self._program.settings.step, self._program.mesh
+            held = self._program.settings.held_layer_bytes(mesh)
+            stored = sum(
+                math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+                for x in jax.tree.leaves(self.abstract_state())
+            )
+            in_twos = step.num_microbatches == 1 and set(mesh.axis_names) <= set(step.axes.names)
+            options = with_pipelined_gathers(given, step.at_use, mesh, in_twos)
+            self._options = with_room_for_layers(options, held, stored, mesh)
         return self._options
 
     def _jit_step(self, **options: Any) -> Any:

@@ -121,6 +121,16 @@ class GradientSettings:
             return None, None
         return quantize.wire(quantize.params_bits), quantize.wire(quantize.grads_bits)
 
+    def held_layer_bytes(self, mesh: Mesh) -> int:
+        """Bytes of the full layers, in stacks that are scanned over, that a device holds from forward to backward."""
+        if not self.step.at_use or self.step.stage == 3:
+            return 0
+        return sum(
+            math.prod(leaf.shape) // leaf.num_model_shards(mesh) * self.compute_dtype(i).itemsize
+            for i, leaf in enumerate(self.plan.leaves)
+            if leaf.layer_dims
+        )
+
     @property
     def _max_kept(self) -> list[int]:
         """Per leaf, elements up to which stage 3 keeps it: none, once all that is kept would be more than the total."""

@@ -150,7 +150,8 @@ def _evaluated(
         warn_of_wide_products(jaxpr, settings.precision.compute_dtype)
         paths = {i: settings.plan.leaves[i].path for i in settings.trained}
         tell_of_unused_leaves(jaxpr, paths, refuse=settings.step.unused == "error")
-    flat = evaluate(jaxpr, [*params, *jax.tree.leaves((batch, rng))], regather=regather)
+    with jax.named_scope("zero_loss"):
+        flat = evaluate(jaxpr, [*params, *jax.tree.leaves((batch, rng))], regather=regather)
     return jax.tree.unflatten(jax.tree.structure(out), flat)
 
 

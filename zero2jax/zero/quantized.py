@@ -9,7 +9,8 @@ Per-device code, inside a `shard_map` that is manual over the data axes. Quantis
     scatter      each slice is quantised for its device, an all-to-all; addends are summed in fp32, in a fixed order
     psum         `scatter`, and the sums gathered in 8 bits
 
-n numbers are n or n / 2 bytes on the wire, and 2 for each block: 0.504 and 0.254 of bf16 in blocks of 256. A block with
+n numbers are n or n / 2 bytes on the wire, and 2 for each block: 0.504 of bf16 for 8 bits in blocks of 256, 0.266 for 4
+bits in blocks of 64, which cut off more of a number and so share a scale with fewer. A block with
 a number that is not finite has no finite scale, so all of it arrives as NaN, and the verdict on the step sees it.
 
 ZeRO++, arXiv:2306.10209: qwZ (section 3.1) and qgZ (section 3.3). Over groups of devices a gradient takes its two hops:
@@ -32,6 +33,7 @@ from zero2jax.zero.collectives import on_local_shard, pad_to, tree_sum
 from zero2jax.zero.shard_plan import LeafPlan, Placement
 
 _LARGEST = {8: 127, 4: 7}
+_BLOCK_SIZE = {8: 256, 4: 64}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,8 @@ class QuantizeSettings:
       params_bits: 8, for gathers of trainable parameters (ZeRO++'s quantised weights).
       frozen_bits: 8, for gathers of those that are not trained.
       grads_bits: 8 or 4, for sums of gradients over devices; other gradients are then summed as by `fp32_sum`.
-      block_size: most numbers that share a scale; those of a slice are divided evenly into blocks.
+      block_size: most numbers that share a scale; those of a slice are divided evenly into blocks. 256 of 8 bits and 64
+        of 4 bits if None.
       min_size: elements of a parameter, or of one layer of it, below which it travels as it is.
 
     Raises:
@@ -55,7 +58,7 @@ class QuantizeSettings:
     params_bits: int | None = None
     frozen_bits: int | None = None
     grads_bits: int | None = None
-    block_size: int = 256
+    block_size: int | None = None
     min_size: int = 4096
 
     def __post_init__(self) -> None:
@@ -64,7 +67,10 @@ class QuantizeSettings:
             if (value := getattr(self, name)) not in values or isinstance(value, bool):
                 raise ValueError(f"reading what is quantised: {name} is {value!r}; it is one of {values}.")
         for name, least in (("block_size", 2), ("min_size", 0)):
-            if not is_whole(value := getattr(self, name)) or value < least:
+            value = getattr(self, name)
+            if name == "block_size" and value is None:
+                continue
+            if not is_whole(value) or value < least:
                 raise ValueError(
                     f"reading what is quantised: {name} is {value!r}; it is a whole number of at least {least}."
                 )
@@ -78,8 +84,9 @@ class QuantizeSettings:
     def plain(self) -> list[str]:
         """What is quantised, in words, to compare over processes and to record."""
         named = {"parameters": self.params_bits, "frozen": self.frozen_bits, "gradients": self.grads_bits}
-        words = [f"{name} int{bits}" for name, bits in named.items() if bits is not None]
-        return [*words, f"blocks of {self.block_size} from {self.min_size} on"] if words else []
+        wires = {name: wire for name, bits in named.items() if (wire := self.wire(bits)) is not None}
+        words = [f"{name} int{wire.bits} in blocks of {wire.block_size}" for name, wire in wires.items()]
+        return [*words, f"from {self.min_size} on"] if words else []
 
     def takes(self, leaf: LeafPlan) -> bool:
         """Whether a leaf of this shape and layout is quantised."""
@@ -88,7 +95,7 @@ class QuantizeSettings:
 
     def wire(self, bits: int | None) -> "Wire | None":
         """How an array travels in so many bits."""
-        return None if bits is None else Wire(bits, self.block_size)
+        return None if bits is None else Wire(bits, self.block_size or _BLOCK_SIZE[bits])
 
 
 @dataclasses.dataclass(frozen=True)
