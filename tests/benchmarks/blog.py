@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
 from examples.gpt import program
 
 # "Trains": at stage 2 with 16-bit Adam. 1.5B to 170B on 400 GPUs: the paper's figure 2 (arXiv:1910.02054); 13B on 128,
-# and 1.4B for plain data parallelism: its figure 4; Turing-NLG: the blog of February 2020, when there was stage 1 alone.
+# and 1.4B for plain data parallelism: its figure 4; Turing-NLG: the blog of February 2020, with stage 1 alone.
 AUTHORS = {
     "blog_1_5b": "trains",
     "blog_8b": "trains",
