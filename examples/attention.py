@@ -123,6 +123,8 @@ def blocked_attention(
         stop = min(start + per_piece, num_blocks)
         since = max(0, start * rows - window + 1) if isinstance(window, int) else 0
         keys = slice(since, min(stop * rows, T))
+        # cut here: what the loop closes over has as large a gradient, a sum that it carries
+        k_seen, v_seen = k[:, keys], v[:, keys]
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def attend(block: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -134,9 +136,9 @@ def blocked_attention(
             if segments is not None:
                 own = segments[:, jnp.minimum(queries, T - 1)]
                 seen = seen & (own[:, :, None] == segments[:, None, keys])[:, None, None]
-            scores = jnp.where(seen, _scores(q, k[:, keys]) / math.sqrt(H), MASKED)
+            scores = jnp.where(seen, _scores(q, k_seen) / math.sqrt(H), MASKED)
             weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-            return jnp.einsum("bkgrt,btkh->brkgh", weights, v[:, keys])
+            return jnp.einsum("bkgrt,btkh->brkgh", weights, v_seen)
 
         return jax.lax.map(attend, (blocks[start:stop], firsts[start:stop]))
 

@@ -237,6 +237,23 @@ def test_train_follows_a_deepspeed_file_on_two_mesh_axes(tmp_path, text):
     assert rows[1]["held_out_loss"] < rows[0]["held_out_loss"] < report["held_out_loss_before"]
 
 
+def test_train_on_data_x_model_learns_the_same_in_fp32_and_bf16(tmp_path, text, monkeypatch):
+    small = dataclasses.replace(model.PRESETS["tiny"], hidden=16, num_heads=2, context=16, vocab=250)
+    monkeypatch.setitem(train.PRESETS, "tiny", small)
+    losses = {}
+    for dtype in ("fp32", "bf16"):
+        config = tmp_path / f"{dtype}.json"
+        config.write_text(json.dumps(train.CONFIG | {"bf16": {"enabled": dtype == "bf16"}}))
+        out, axes = tmp_path / dtype, "data=4,model=2"
+        train.main(train.Args(steps=3, deepspeed_config=config, axes=axes, text=text, report=False, out=out))
+        rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        losses[dtype] = [(row["loss"], row["held_out_loss"]) for row in rows]
+    assert losses["fp32"] != losses["bf16"]
+    # a mean over 256 predictions, of values of about 5 rounded by 2**-9
+    np.testing.assert_allclose(losses["bf16"], losses["fp32"], rtol=2**-9)
+    assert losses["fp32"][-1][1] < losses["fp32"][0][1]
+
+
 @pytest.mark.filterwarnings("ignore:.*pin_memory:zero2jax.ConfigWarning")
 def test_train_on_one_device_with_its_optimizer_on_the_host(tmp_path, text):
     config = ROOT / "configs" / "stage2_offload_optimizer.json"

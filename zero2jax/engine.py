@@ -351,7 +351,7 @@ class Engine(WithSettings):
         state = self._compiled.placed(state)
         batches.check_batch(batch, self.num_batch_shards, 1)
         args = (self._compiled.on_devices(state), *self._placed(batch, loss_args))
-        evaluate = self._compiled.evaluate(loss_fn or self.loss_fn, is_traced(args))
+        evaluate = self._compiled.evaluate(loss_fn or self.loss_fn)
         with self._running(is_traced(args), state):
             means = settled(evaluate(*args), self.mesh)
         return means.loss if means.aux is None else (means.loss, means.aux)
@@ -406,7 +406,7 @@ class Engine(WithSettings):
         state = self._compiled.placed(state)
         program = self._blueprint.program(self.layout)
         with self._running():
-            jitted = jax.jit(program.gradients, compiler_options=self._compiled.required)
+            jitted = jax.jit(program.gradients)
             gradients = jitted.lower(*self._abstract(batch, loss_args)).compile()
         compiled = self.lower(batch, loss_args=loss_args).compile()
         seen = self._compiled.on_devices(state)

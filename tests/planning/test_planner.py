@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from plan_program import FP32, GPUS, LAYERS, WIDTH, N, P, needs_compiler, products_of, program
+from plan_program import FP32, GPUS, LAYERS, WIDTH, N, P, loss_fn, needs_compiler, products_of, program
 from plan_program import __file__ as program_file
 
 import zero2jax
 from zero2jax.cli.main import main
+from zero2jax.planning.planner import PlanSettings, lower_plan, prepare_plan
 from zero2jax.planning.targets import TARGETS
 
 
@@ -432,6 +433,20 @@ def test_estimate_command(capsys):
     assert "counts must be positive" in capsys.readouterr().err
     assert main(["estimate", "7e9", "--shards", "8", "--memory-gb", "-3"]) == 2
     assert "largest model of -3e+09 bytes per device" in capsys.readouterr().err
+
+
+@needs_compiler
+@pytest.mark.cuda_compiler
+def test_the_step_that_is_lowered_for_64_devices_is_as_long_as_that_for_8():
+    """Sizes divide by both, so that nothing is padded at one of them alone."""
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+    wide = zero2jax.Program(loss_fn, {"w": shape(LAYERS, 64, 64)}, shape(128, 64), optax.adam(1e-2))
+    lines = []
+    for data in (8, 64):
+        settings = PlanSettings({"data": data}, TARGETS["h200"])
+        lowered = lower_plan(prepare_plan(wide, {"zero_optimization": {"stage": 3}}, settings)).lowered
+        lines.append(len(lowered.as_text().splitlines()))
+    assert lines[0] == lines[1] > 100
 
 
 @needs_compiler

@@ -64,7 +64,7 @@ def expected():
     return oracle(loss, tx, make_params(), [BATCH, BATCH])
 
 
-@pytest.mark.parametrize(("stage", "num_microbatches"), [(0, 1), (1, 1), (2, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("stage", "num_microbatches"), [(0, 1), (1, 2), (2, 1), (2, 2), (3, 1)])
 def test_data_4_x_model_2_equals_one_device(stage, num_microbatches):
     engine = make_engine(stage, num_microbatches)
     state, metrics = train(engine, engine.init(make_params(), batch=BATCH), [BATCH, BATCH])
@@ -172,15 +172,15 @@ def wide_loss(params, batch, axes=()):
 
 
 @functools.cache
-def ten_steps_on_one_device(dtype):
-    cast = lambda params: jax.tree.map(lambda x: x.astype(dtype), params)
+def ten_steps_on_one_device():
     tx = optax.chain(optax.clip_by_global_norm(0.25), TX)
-    return oracle(lambda p, b: wide_loss(cast(p), b), tx, make_wide_params(), BATCHES)
+    return oracle(wide_loss, tx, make_wide_params(), BATCHES)
 
 
 @pytest.mark.parametrize(
     ("mesh", "stage", "dtype"),
     [
+        ("4 x 2", 2, jnp.float32),
         ("2 x 4", 1, jnp.float32),
         ("8 x 1", 3, jnp.float32),
         ("1 x 8", 2, jnp.float32),
@@ -193,7 +193,6 @@ def ten_steps_on_one_device(dtype):
     ],
 )
 def test_ten_clipped_steps_equal_one_device_on_every_mesh(mesh, stage, dtype):
-    """XLA's compiler for CPUs would end the process at a sum in bf16 beside an automatic axis."""
     axes = MESHES[mesh]
     loss = functools.partial(wide_loss, axes=tuple(name for name in axes if name != "model"))
     engine = zero2jax.Engine(
@@ -205,15 +204,16 @@ def test_ten_clipped_steps_equal_one_device_on_every_mesh(mesh, stage, dtype):
         clip_norm=0.25,
         param_specs=PLACED,
     )
-    params, losses, norms = ten_steps_on_one_device(dtype)
+    params, losses, norms = ten_steps_on_one_device()
     state, metrics = train(engine, engine.init(make_wide_params(), batch=BATCHES[0]), BATCHES)
-    # fp32 sums in another order, grown over ten steps; in bf16 each value is rounded by 2**-9 at other places
-    rtol, atol = (2e-5, 2e-5) if dtype == jnp.float32 else (3e-2, 3e-2)
+    # In fp32 sums in another order, grown over ten steps. In bf16 a gradient passes parameters, activations, cotangents
+    # and the sum over devices, each rounded by 2**-9 at most; no parameter moves by more than 0.5.
+    rtol, atol = (2e-5, 2e-5) if dtype == jnp.float32 else (4 * 2**-9, 0.5 * 4 * 2**-9)
     np.testing.assert_allclose([float(m["loss"]) for m in metrics], losses, rtol=rtol)
     np.testing.assert_allclose([float(m["grad_norm"]) for m in metrics], norms, rtol=rtol)
     assert min(norms) > 0.25  # every step is clipped
     np.testing.assert_allclose([float(m["grad_norm_clipped"]) for m in metrics], 0.25, rtol=1e-5)
-    assert_trees_close(engine.params(state), params, rtol=rtol, atol=atol)
+    assert_trees_close(engine.params(state), params, rtol=0, atol=atol)
     found = {c.kind for c in collectives(engine.lower(BATCHES[0]).compile().as_text())}
     assert found <= {"all-reduce", "all-gather", "reduce-scatter"}
 

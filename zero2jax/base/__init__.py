@@ -9,6 +9,7 @@ The files, in reading order:
   losses          what a loss function returns, and its exact mean over devices and microbatches
   transformation  what is asked of an optax transformation
   jaxprs          everything that knows the insides of a jaxpr
+  wide_sums       sums in bf16 over devices, in fp32 where a compiler cannot have them
   peaks           operations per second that accelerators can do, and their memory
   tables          aligned text, readable bytes
   names           near names, for messages

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 
 from zero2jax.base import losses
-from zero2jax.base.compiler import for_automatic_axes
 from zero2jax.base.losses import LossFn
 from zero2jax.base.mesh import replicated
 from zero2jax.base.pytrees import PyTree
@@ -43,7 +42,6 @@ class Compiled:
         self._program = program
         self._given_options = options
         self._options: dict[str, Any] | None = None
-        self.required = for_automatic_axes(program.mesh, program.settings.axes.names)
         self._replicated = replicated(program.mesh)
         self._step: Any = None
         self._step_inside: Any = None
@@ -71,9 +69,9 @@ class Compiled:
         """`step` as a part of a program of the user's, which alone can donate and have options for the compiler."""
         if self._step_inside is None:
             self._step_inside = self._jit_step()
-            if options := self.options.keys() - self.required.keys():
+            if self.options:
                 warnings.warn(
-                    f"a step inside of a program of yours: the compiler options {sorted(options)} have no effect "
+                    f"a step inside of a program of yours: the compiler options {sorted(self.options)} have no effect "
                     f"there. Give them to your own jax.jit.",
                     stacklevel=3,
                 )
@@ -93,7 +91,7 @@ class Compiled:
             )
             in_twos = step.num_microbatches == 1 and set(mesh.axis_names) <= set(step.axes.names)
             options = with_pipelined_gathers(given, step.at_use, mesh, in_twos)
-            self._options = {**self.required, **with_room_for_layers(options, held, stored, mesh)}
+            self._options = with_room_for_layers(options, held, stored, mesh)
         return self._options
 
     def _jit_step(self, **options: Any) -> Any:
@@ -160,24 +158,17 @@ class Compiled:
         """`parameters at rest -> full ones`."""
         return jax.jit(self._program.full_params, out_shardings=self._replicated)
 
-    def evaluate(self, loss_fn: LossFn, inside: bool = False) -> Any:
-        """`(state, batch, loss arguments) -> mean loss terms` of a loss function; the last few stay compiled.
-
-        `inside` of a program of the user's, it has no options for the compiler.
-        """
+    def evaluate(self, loss_fn: LossFn) -> Any:
+        """`(state, batch, loss arguments) -> mean loss terms` of a loss function; the last few stay compiled."""
         # What is kept holds the loss function: its id is not used again. A method is another object at each access.
         method = inspect.ismethod(loss_fn)
-        code = (id(loss_fn.__self__), id(loss_fn.__func__)) if method else id(loss_fn)  # type: ignore[attr-defined]
-        key = code, inside
+        key = (id(loss_fn.__self__), id(loss_fn.__func__)) if method else id(loss_fn)  # type: ignore[attr-defined]
         if key not in self.evaluations:
             self._warn_of_copies(loss_fn)
             while len(self.evaluations) >= _MAX_EVALUATIONS:
                 self.evaluations.pop(next(iter(self.evaluations)))
             program = dataclasses.replace(self._program, loss=losses.normalized(loss_fn))
-            options = None if inside else self.required
-            self.evaluations[key] = jax.jit(
-                program.evaluate, out_shardings=self._replicated, compiler_options=options
-            )
+            self.evaluations[key] = jax.jit(program.evaluate, out_shardings=self._replicated)
         return self.evaluations[key]
 
     def _warn_of_copies(self, loss_fn: LossFn) -> None:

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from zero2jax.base.losses import Loss, LossTerms, SliceContext, WeightedSum
 from zero2jax.base.pytrees import PyTree
 from zero2jax.base.transformation import learning_rate
+from zero2jax.base.wide_sums import needs_wide_sums, with_wide_sums
 from zero2jax.zero.gradient_settings import GradientSettings
 from zero2jax.zero.gradients import full_params, local_gradients, local_loss
 from zero2jax.zero.loss_scale import LossScaleState
@@ -153,7 +154,8 @@ class StepProgram:
     def _on_batch(self, local: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
         """`local(params, batch, key)` per device."""
         in_specs = (self.layout.params.manual_specs(), P(self.settings.axes.batch), P())
-        return self._per_device(local, in_specs, out_specs)
+        mapped = self._per_device(local, in_specs, out_specs)
+        return with_wide_sums(mapped) if needs_wide_sums(self.mesh, self.settings.axes.names) else mapped
 
     def _per_device(self, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`local` under a `shard_map` that is manual over the data axes alone."""
