@@ -20,14 +20,19 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 _MEMORY_BYTES = {
-    "V100-SXM3-32GB": 33.9e9,
-    "A100-SXM4-80GB": 85.1e9,
-    "H100 80GB": 84.9e9,
-    "H200": 151.4e9,
-    "B200": 191.5e9,
+    "V100-SXM3-32GB": 33871364096,
+    "A100-SXM4-80GB": 85100068864,
+    "H100 80GB": 84942979072,
+    "H200": 151397597184,
+    "B200": 191514411008,
 }
 
 
-def memory_bytes(device_kind: str) -> float | None:
-    """Memory of a device, as `peak_flops`."""
+def memory_bytes(device_kind: str) -> int | None:
+    """Memory of a device by the name it gives itself; None where it is not known.
+
+    Example:
+      >>> memory_bytes("NVIDIA H100 80GB HBM3"), memory_bytes("cpu")
+      (84942979072, None)
+    """
     return next((size for name, size in _MEMORY_BYTES.items() if name in device_kind), None)

@@ -20,7 +20,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from zero2jax.base.mesh import make_mesh
-from zero2jax.base.peaks import peak_flops
+from zero2jax.base.peaks import memory_bytes, peak_flops
 from zero2jax.base.versions import installed_version
 
 MEMORY_FRACTION = 0.94  # the rest is left to the CUDA context, NCCL, cuDNN and cuBLAS
@@ -38,7 +38,6 @@ class Gpu:
     device_name: str
     capability: tuple[int, int]
     suffix: str  # of the architecture: 9.0a
-    memory_bytes: int
     memory_bandwidth: int
     core_count: int
     fpus_per_core: int
@@ -48,6 +47,13 @@ class Gpu:
     shared_memory_per_block_optin: int
     pcie_bandwidth: int
     nvlink_links: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the card, as a running program knows it by its name."""
+        size = memory_bytes(self.device_name)
+        assert size is not None
+        return size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,23 +153,23 @@ class Target:
 
 _GPUS = {
     "v100-32gb": Gpu(
-        "Tesla V100-SXM3-32GB", (7, 0), "", 33871364096, 898048000000, 80, 64, 1.53, 6291456, 98304, 98304,
+        "Tesla V100-SXM3-32GB", (7, 0), "", 898048000000, 80, 64, 1.53, 6291456, 98304, 98304,
         17179869184, 6,
     ),
     "a100-80gb": Gpu(
-        "NVIDIA A100-SXM4-80GB", (8, 0), "", 85100068864, 2039040000000, 108, 64, 1.41, 41943040, 167936, 166912,
+        "NVIDIA A100-SXM4-80GB", (8, 0), "", 2039040000000, 108, 64, 1.41, 41943040, 167936, 166912,
         34359738368, 12,
     ),
     "h100-80gb": Gpu(
-        "NVIDIA H100 80GB HBM3", (9, 0), "a", 84942979072, 3352320000000, 132, 128, 1.98, 52428800, 233472, 232448,
+        "NVIDIA H100 80GB HBM3", (9, 0), "a", 3352320000000, 132, 128, 1.98, 52428800, 233472, 232448,
         34359738368, 18,
     ),
     "h200": Gpu(
-        "NVIDIA H200 141GB HBM3e", (9, 0), "a", 151397597184, 4800000000000, 132, 128, 1.98, 52428800, 233472,
+        "NVIDIA H200 141GB HBM3e", (9, 0), "a", 4800000000000, 132, 128, 1.98, 52428800, 233472,
         232448, 34359738368, 18,
     ),
     "b200": Gpu(
-        "NVIDIA B200", (10, 0), "a", 191514411008, 7672320000000, 148, 128, 1.965, 132644864, 233472, 232448,
+        "NVIDIA B200", (10, 0), "a", 7672320000000, 148, 128, 1.965, 132644864, 233472, 232448,
         68719476736, 18,
     ),
 }  # fmt: skip
