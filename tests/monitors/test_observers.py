@@ -83,6 +83,7 @@ def test_a_batch_is_timed_until_it_is_on_the_devices(engine, monkeypatch):
     assert record.times_ms["elapsed_time_ms_transfer"] == 1e3 * record.transfer_s
     (untimed,), _ = watched(engine, 1, state=state)
     assert math.isnan(untimed.transfer_s)
+    assert "elapsed_time_ms_transfer" not in untimed.times_ms
 
 
 def test_an_observer_that_raises_is_switched_off_and_training_goes_on(engine):

@@ -56,7 +56,7 @@ class StepRecord:
 
     @property
     def times_ms(self) -> dict[str, float]:
-        """The times in milliseconds, by the names that monitors write."""
+        """The times that are known in milliseconds, by the names that monitors write."""
         times = {
             "step": self.total_s,
             "input_wait": self.idle_s,
@@ -64,7 +64,7 @@ class StepRecord:
             "transfer": self.transfer_s,
             "between_steps": self.between_s,
         }
-        return {f"elapsed_time_ms_{name}": 1e3 * seconds for name, seconds in times.items()}
+        return {f"elapsed_time_ms_{name}": 1e3 * s for name, s in times.items() if not math.isnan(s)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,6 +152,10 @@ class Observers:
         record = dataclasses.replace(record, metrics=values, idle_s=idle_s, device_s=device_s)
         for after in self._after:
             after(record)
+        # what offloading moves is not known before a step is over
+        values = {
+            name: x for name, x in values.items() if not (name.startswith("offload_") and math.isnan(x))
+        }
         values |= record.times_ms if self._with_times else {}
         if self.monitors is not None and not self.monitors.put(record.samples, values):
             self._is_behind = True
