@@ -97,6 +97,29 @@ def test_settings_refuse_what_they_cannot_be():
         zero2jax.Engine(lambda p, b: 0.0, optax.sgd(1.0), stage=0, precision=precision)
 
 
+def test_settings_that_quantise_nothing_say_so_and_what_to_do():
+    """Matrices side by side look like stacked layers until the loss is read."""
+    params = {"a": np.ones((16, 16), np.float32), "b": np.ones((16, 16), np.float32)}
+    batch = np.ones((8, 16), np.float32)
+
+    def engine():
+        return zero2jax.Engine(
+            lambda params, x: ((x @ params["a"]) @ params["b"]).mean(),
+            optax.sgd(0.1),
+            zero2jax.make_mesh(data=2),
+            precision=zero2jax.Precision(
+                "fp32", quantize=zero2jax.QuantizeSettings(grads_bits=4, min_size=256)
+            ),
+        )
+
+    guessed = engine()
+    state = guessed.init(params)
+    with pytest.warns(UserWarning, match=r"gradients int4 in blocks of 64.*no parameter is.*batch=batch"):
+        guessed.step(state, batch)
+    read = engine()
+    read.step(read.init(params, batch=batch), batch)  # a warning would be an error
+
+
 # --- a step ----------------------------------------------------------------------------------------------------------
 
 PARAMS = {

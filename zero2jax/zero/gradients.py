@@ -29,7 +29,12 @@ from zero2jax.zero.exchange import Use, by_layer, gather, reduce_grad
 from zero2jax.zero.gradient_settings import GradientSettings
 from zero2jax.zero.microbatches import Gradient, over_microbatches
 from zero2jax.zero.point_of_use import Standin, evaluate
-from zero2jax.zero.tracing import tell_of_unused_leaves, trace_loss, warn_of_wide_products
+from zero2jax.zero.tracing import (
+    tell_of_unused_leaves,
+    trace_loss,
+    warn_of_nothing_quantised,
+    warn_of_wide_products,
+)
 
 
 def local_gradients(
@@ -150,6 +155,10 @@ def _evaluated(
         warn_of_wide_products(jaxpr, settings.precision.compute_dtype)
         paths = {i: settings.plan.leaves[i].path for i in settings.trained}
         tell_of_unused_leaves(jaxpr, paths, refuse=settings.step.unused == "error")
+        if settings.plan.num_shards > 1 and not any(
+            use.gather_wire or use.reduce_wire for use in settings.uses
+        ):
+            warn_of_nothing_quantised(settings.precision.quantize)
     with jax.named_scope("zero_loss"):
         flat = evaluate(jaxpr, [*params, *jax.tree.leaves((batch, rng))], regather=regather)
     return jax.tree.unflatten(jax.tree.structure(out), flat)

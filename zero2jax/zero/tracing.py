@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from zero2jax.base import jaxprs, notices
 from zero2jax.base.pytrees import PyTree
+from zero2jax.zero.quantized import QuantizeSettings
 
 _WORTH_SAYING = 1e9  # FLOPs of a device's slice, forward: about a millisecond
 
@@ -122,6 +123,19 @@ def warn_of_wide_products(jaxpr: Any, compute_dtype: Any) -> None:
         f"The first is at {wide[0].line}. Cast the batch, or give the layers dtype=jnp.{jnp.dtype(compute_dtype)} "
         f"(flax.nnx.Embed above all, whose default is the dtype that its parameters had when it was made); or pass "
         f"Precision(compute_dtype=jnp.{wide[0].dtype}) if that is what you want.",
+        stacklevel=2,
+    )
+
+
+def warn_of_nothing_quantised(quantize: QuantizeSettings | None) -> None:
+    """Say so when settings were given and no parameter is one that they quantise."""
+    if quantize is None:
+        return
+    warnings.warn(
+        f"quantising {', '.join(quantize.plain)}: no parameter is, and all travel as without. Quantised are sharded "
+        f"matrices of at least {quantize.min_size} elements, of one layer where layers are stacked, that keep_fp32 "
+        f"does not keep. Where matrices in one subtree were taken for stacks of layers, engine.init(..., batch=batch) "
+        f"reads from the loss which are; for smaller ones there is QuantizeSettings(min_size=...).",
         stacklevel=2,
     )
 
