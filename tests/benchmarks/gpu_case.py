@@ -23,6 +23,7 @@ import optax
 
 import zero2jax
 from zero2jax.base import peaks
+from zero2jax.programs.audit import audit
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -159,13 +160,13 @@ def plain(case: Case) -> tuple[Callable, int]:
         state, loss = compiled(state, batch)
         return {"loss": loss}
 
-    return run, device_bytes(compiled)
+    return run, audit(compiled).memory.total_bytes
 
 
 def in_shards(case: Case) -> tuple[Callable, int]:
     engine, init_fn = case.engine()
     state = engine.init(init_fn, jax.random.key(0))
-    predicted = device_bytes(engine.lower(case.batch(0)).compile())
+    predicted = audit(engine.lower(case.batch(0)).compile()).memory.total_bytes
 
     def run(batch: np.ndarray) -> dict[str, Any]:
         nonlocal state
@@ -173,13 +174,6 @@ def in_shards(case: Case) -> tuple[Callable, int]:
         return metrics
 
     return run, predicted
-
-
-def device_bytes(compiled: jax.stages.Compiled) -> int:
-    """What a compiled step holds on its device: arguments, results that are not written over them, temporaries."""
-    memory = compiled.memory_analysis()
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
 
 
 def planned(case: Case) -> dict[str, Any]:
@@ -203,7 +197,7 @@ def room(case: Case) -> dict[str, Any]:
     for num_layers in (2, 4):
         engine, init_fn = case.engine(num_layers=num_layers)
         engine.abstract_state(jax.eval_shape(init_fn, jax.random.key(0)))
-        totals.append(device_bytes(engine.lower(case.batch(0)).compile()))
+        totals.append(audit(engine.lower(case.batch(0)).compile()).memory.total_bytes)
     stats = jax.devices()[0].memory_stats() or {}
     limit = stats.get("bytes_limit") or case.limit_bytes
     per_layer = (totals[1] - totals[0]) / 2

@@ -45,7 +45,7 @@ def with_pipelined_gathers(
       at_use: whether the step gathers parameters where they are used.
       mesh: of the step; only GPUs have these options.
       in_twos: whether an iteration has two layers. Not with several microbatches, whose loop the compiler would write
-        twice, too, nor beside an axis `model`, where most that is sent is activations: 0.6 GiB for nothing in 170B.
+        twice, too, nor beside an axis `model`, where most that is sent is activations: 0.5 GiB for nothing in 170B.
     """
     device = mesh.devices.flat[0]
     if device.platform not in GPU_PLATFORMS or not at_use or options.get(_HIDES_LATENCY) is False:
